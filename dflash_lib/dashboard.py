@@ -47,8 +47,9 @@ class Dashboard:
         self._trainer = trainer
         self._folder = None if run_dir is None else Path(run_dir)
         config = read_json(self._folder / "config.json") if self._folder else trainer.config.model_dump(mode="json")
-        self.board = Board(config if isinstance(config, dict) else {}, tuple(getattr(trainer, "lanes", None) or ()))
-        self.panel = Panel(self._folder.name if self._folder else str(config["name"]), self._pressed)
+        config = config if isinstance(config, dict) else {}
+        self.board = Board(config, tuple(getattr(trainer, "lanes", None) or ()))
+        self.panel = Panel(self._folder.name if self._folder else str(config.get("name", "run")), self._pressed)
         self.redraws = 0
         self.redraw_seconds = 0.0  # processor time, of the publisher's thread alone
         self._events: deque[dict[str, Any]] = deque()

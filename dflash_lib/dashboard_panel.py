@@ -1,4 +1,4 @@
-"""The dashboard's widgets: value traits only, set by whoever calls :meth:`Panel.show` (one thread, see dashboard.py)."""
+"""The dashboard's widgets: value traits only, set by whoever calls :meth:`Panel.show` (one thread does)."""
 
 from __future__ import annotations
 
