@@ -1,4 +1,4 @@
-"""A trainer's outside without its inside: real threads, a real event log, invented numbers. For the dashboard's tests."""
+"""A trainer's outside without its inside, for the dashboard's tests: real threads and log, invented numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from dflash_lib.run_folder import new_run_dir, write_status
 class FakeTrainer:
     """Takes ``steps`` steps of ``seconds`` in each of ``threads`` threads, compiling at step 1 and at step 6."""
 
-    def __init__(self, config: RunConfig, threads: int = 2, seconds: float = 0.05, compile_seconds: float = 0.5) -> None:
+    def __init__(
+        self, config: RunConfig, threads: int = 2, seconds: float = 0.05, compile_seconds: float = 0.5
+    ) -> None:
         self.config = config
         self.run_dir: Path = new_run_dir(config)
         self.log = EventLog(self.run_dir / "events.jsonl")
@@ -59,11 +61,25 @@ class FakeTrainer:
                     emit("state", state="compiling", detail="attention")
                     begun = self.log.now()
                     time.sleep(self.compile_seconds)
-                    emit("compile", step=step, **_compile(begun, self.log.now() - begun, "first" if step == 1 else "recompile"))
+                    emit(
+                        "compile",
+                        step=step,
+                        **_compile(begun, self.log.now() - begun, "first" if step == 1 else "recompile"),
+                    )
                 emit("state", state="running")
                 time.sleep(self.seconds)
                 loss = 3 + 6 * math.exp(-step / 20) + 0.1 * math.sin(step * 1.7 + index)
-                emit("step", step=step, loss=loss, tokens=512, rows=4, seconds=self.seconds, lr=1e-3, grad_norm=1.0, bucket=256)
+                emit(
+                    "step",
+                    step=step,
+                    loss=loss,
+                    tokens=512,
+                    rows=4,
+                    seconds=self.seconds,
+                    lr=1e-3,
+                    grad_norm=1.0,
+                    bucket=256,
+                )
                 if index == 0 and self._checkpoints:
                     self._checkpoints = 0
                     self.log.emit("checkpoint", thread="main", step=step, path=f"checkpoints/step-{step:06}")
