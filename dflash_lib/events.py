@@ -27,7 +27,18 @@ from typing import Any
 
 VERSION = 1
 KINDS = frozenset(
-    "step compile run_started checkpoint evaluation warning alarm state worker_failed run_finished".split()
+    [
+        "step",
+        "compile",
+        "run_started",
+        "checkpoint",
+        "evaluation",
+        "warning",
+        "alarm",
+        "state",
+        "worker_failed",
+        "run_finished",
+    ]
 )
 BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
