@@ -124,8 +124,8 @@ def write_status(
     """Writes ``status.json`` (contracts.md) and returns what it now holds.
 
     ``step`` is the number of finished optimizer steps; None keeps the one written before. The time a run started is
-    kept across writes and across resumes (``started`` is for a caller that knows better). ``error`` is an exception (``thread`` names where it was raised) or an
-    object of the contract's own form.
+    kept across writes and resumes (``started`` is for a caller that knows better). ``error`` is an exception
+    (``thread`` names where it was raised) or an object of the contract's own form.
     """
     before = read_status(run_dir) or {}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,544 @@
+"""The frozen target: loading it, the features of K of its layers, its embedding and its head.
+
+Features come from forward hooks of our own into a collector that belongs to one call in one thread.
+transformers' ``output_hidden_states`` is never used: it collects through a process-wide variable while anybody
+compiles, and then returned another thread's states in half of the calls (docs/hazards.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dflash_lib import packaged
+from dflash_lib.head import Head
+
+
+class TargetError(ValueError):
+    """A target that cannot be had or used as asked. One line: its name, what is wrong, what to do."""
+
+
+class Features(NamedTuple):
+    """What one forward of the target gives a drafter.
+
+    Attributes:
+        features: ``[R, S, K*H]``, the outputs of the K layers side by side, in the order of ``layer_ids``.
+        last_hidden: ``[R, S, H]`` after the final norm, what the head reads; None unless it was asked for.
+    """
+
+    features: Tensor
+    last_hidden: Tensor | None
+
+
+class _Enough(Exception):
+    """Ends a forward after the last layer that is needed."""
+
+
+_collecting = threading.local()  # .outputs: {layer id: tensor} and .last: layer id to stop after, during a call
+
+
+class Target:
+    """A frozen decoder of transformers, as a drafter sees it. Immutable; any number of threads may share it.
+
+    Attributes:
+        name: as it was asked for.
+        model: the causal language model, in eval mode, no parameter with a gradient.
+        tokenizer: its fast tokenizer (use it in one thread).
+        config: the text configuration of the model.
+        layer_ids: the K layers whose outputs are the features; id l is ``hidden_states[l + 1]`` of transformers.
+        mask_token_id: the id fed into masked slots; the embedding has a row for it.
+        stop_ids: ids that end an answer.
+        head: the output layer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str = "target",
+        target_layers: Sequence[int] | None = None,
+        target_features: int = 5,
+        mask_token: int | str | None = None,
+    ) -> None:
+        """Wraps a loaded model; :func:`load` is the usual way.
+
+        Raises:
+            TargetError: layers or mask token that do not exist, or a family whose embedding or head this class
+                does not reproduce (checked against the model's own numbers).
+        """
+        self.name = name
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.decoder, self.layers = _find_decoder(model, name)
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.layer_ids = _check_layers(name, target_layers, self.num_layers, target_features)
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.vocab_size: int = self.embedding.weight.shape[0]
+        self.mask_token_id = choose_mask_token(tokenizer, self.vocab_size, mask_token, name)
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self.rope = rope_settings(self.config)
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_hook(_hook(index))
+        self.head = _find_head(model, self.config, name)
+        self._embedding_scale = self._measure_embedding()
+        self._compare_head()
+
+    def __repr__(self) -> str:
+        return (
+            f"Target({self.name!r}, {self.num_layers} layers, hidden {self.hidden_size}, vocabulary {self.vocab_size}, "
+            f"features of layers {list(self.layer_ids)}, {self.dtype}, {self.device})"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding: where token ids go in and features come out."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    # --- what the drafter reads ---------------------------------------------------------------------------------
+    @torch.no_grad()
+    def features(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        last_hidden: bool = False,
+    ) -> Features:
+        """One forward over whole rows, without the head, and without the layers above the last feature.
+
+        Args:
+            input_ids: ``[R, S]``. Rows padded on the right need no mask: attention is causal.
+            attention_mask: ``[R, S]``, 1 for tokens and 0 for padding, for rows padded on the left.
+            document_ids: ``[R, S]`` of packed rows, -1 for padding; a token sees its own document only.
+            positions: ``[R, S]``; None: counted from 0 in each document (or from the first unpadded token).
+            last_hidden: also run the remaining layers and return what the head reads.
+        """
+        device = self.device
+        input_ids = input_ids.to(device)
+        mask: Any = None if attention_mask is None else attention_mask.to(device)
+        if document_ids is not None:
+            document_ids = document_ids.to(device)
+            mask = self._document_mask(document_ids)
+            positions = document_positions(document_ids) if positions is None else positions
+        elif mask is not None and positions is None:
+            positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        if positions is not None:
+            positions = positions.to(device)
+        with self.collecting(None if last_hidden else max(self.layer_ids)) as outputs:
+            hidden = None
+            with contextlib.suppress(_Enough):
+                hidden = self.decoder(
+                    input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
+                ).last_hidden_state
+        return Features(self.join(outputs), hidden)
+
+    @contextlib.contextmanager
+    def collecting(self, last: int | None = None) -> Iterator[dict[int, Tensor]]:
+        """Inside, the calling thread's forwards of ``model`` leave each layer's output in the dictionary given.
+
+        For decoding, which runs ``model`` with caches of its own; :meth:`join` makes features of the dictionary.
+
+        Args:
+            last: end the forward after this layer (it then raises a private exception; :meth:`features` uses it).
+        """
+        outputs: dict[int, Tensor] = {}
+        before = getattr(_collecting, "call", None)
+        _collecting.call = (frozenset(self.layer_ids), outputs, last)
+        try:
+            yield outputs
+        finally:
+            _collecting.call = before
+
+    def join(self, outputs: dict[int, Tensor]) -> Tensor:
+        """The collected outputs side by side: ``[R, S, K*H]`` on the embedding's device."""
+        device = self.device
+        return torch.cat([outputs[index].to(device) for index in self.layer_ids], dim=-1)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``ids [..]`` -> ``[.., H]``, what the first layer reads (scaled where the family scales). No gradient."""
+        with torch.no_grad():
+            embedded = self.embedding(ids.to(self.device))
+            return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden [.., H]`` after the final norm -> ``[.., V]``."""
+        return self.head.logits(hidden)
+
+    # --- where it is --------------------------------------------------------------------------------------------
+    def to(self, device: torch.device | str) -> Target:
+        """This target on another device: a copy of weights there, or itself where it already is.
+
+        Raises:
+            TargetError: it is spread over several devices.
+        """
+        wanted = torch.device(device)
+        if wanted.type == "cuda" and wanted.index is None:
+            wanted = torch.device("cuda", torch.cuda.current_device())
+        if wanted == self.device:
+            return self
+        if len({tensor.device for tensor in self.model.parameters()}) > 1:
+            raise TargetError(f"target {self.name!r}: is spread over several devices by device_map and cannot be moved")
+        # Handing deepcopy the moved tensors copies the modules without copying a weight twice, and keeps ties.
+        memo: dict[int, Any] = {
+            id(tensor): nn.Parameter(tensor.to(wanted), requires_grad=False) for tensor in self.model.parameters()
+        }
+        memo |= {id(tensor): tensor.to(wanted) for tensor in self.model.buffers()}
+        moved = copy.copy(self)
+        moved.model = copy.deepcopy(self.model, memo)
+        moved.decoder, moved.layers = _find_decoder(moved.model, self.name)
+        moved.embedding = moved.model.get_input_embeddings()
+        moved.head = _find_head(moved.model, self.config, self.name)
+        return moved
+
+    def require_vocabulary(self, size: int, whose: str) -> None:
+        """A drafter is bound to its target's token ids.
+
+        Raises:
+            TargetError: ``size`` is not this target's vocabulary.
+        """
+        if size != self.vocab_size:
+            raise TargetError(
+                f"{whose}: has a vocabulary of {size}, target {self.name!r} has {self.vocab_size}; "
+                "use the target it was trained for"
+            )
+
+    # --- inside -------------------------------------------------------------------------------------------------
+    def _document_mask(self, document_ids: Tensor) -> Any:
+        """Causal within a document, in the form the family's attention wants; padding sees padding, so no row is
+        empty. Families that mix sliding and full attention get one mask a kind."""
+        length = document_ids.shape[1]
+        index = torch.arange(length, device=document_ids.device)
+        distance = index[:, None] - index[None, :]
+        allowed = (document_ids[:, :, None] == document_ids[:, None, :]) & (distance >= 0)
+        full = self._mask_form(allowed[:, None])
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        window = getattr(self.config, "sliding_window", None)
+        if "sliding_attention" not in kinds or not window:
+            return full
+        return {
+            "full_attention": full,
+            "sliding_attention": self._mask_form((allowed & (distance < window))[:, None]),
+        }
+
+    def _mask_form(self, allowed: Tensor) -> Tensor:
+        if self.config._attn_implementation != "eager":
+            return allowed
+        zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(self.dtype).min)
+
+    def _probe_ids(self) -> Tensor:
+        last = self.vocab_size - 1
+        return torch.tensor([[min(5, last), last // 2, last // 3, min(11, last)]], device=self.device)
+
+    @torch.no_grad()
+    def _measure_embedding(self) -> float:
+        """The factor between embedding rows and what the first layer reads: measured, so that it holds for every
+        family (Gemma scales by sqrt(H), Granite by a setting, most by 1)."""
+        seen: list[Tensor] = []
+
+        def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+            raise _Enough
+
+        handle = self.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            with contextlib.suppress(_Enough):
+                self.decoder(input_ids=self._probe_ids(), use_cache=False)
+        finally:
+            handle.remove()
+        rows = self.embedding(self._probe_ids()).double()
+        read = seen[0].to(rows.device).double()
+        measured = float((rows * read).sum() / rows.square().sum().clamp_min(1e-30))
+        root = math.sqrt(self.hidden_size)
+        exact = (1.0, float(torch.tensor(root, dtype=self.dtype)), float(getattr(self.config, "embedding_multiplier", 1)))
+        scale = min(exact, key=lambda value: abs(value - measured))
+        if not torch.allclose(rows * scale, read, rtol=2e-2, atol=1e-3 * float(read.abs().max())):
+            raise TargetError(
+                f"target {self.name!r}: its first layer reads more than scaled embeddings (model type "
+                f"{self.config.model_type!r}); only rotary decoders such as Llama, Qwen, Gemma, GPT-NeoX are supported"
+            )
+        return scale
+
+    @torch.no_grad()
+    def _compare_head(self) -> None:
+        """The head of this class must give the model's own logits: a wrong scale would train a useless drafter."""
+        own = self.model(input_ids=self._probe_ids(), use_cache=False).logits.float()
+        hidden = self.features(self._probe_ids(), last_hidden=True).last_hidden
+        ours = self.head.logits(hidden.to(self.head.weight.device)).float().to(own.device)
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
+        if own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=tolerance * float(own.abs().max())):
+            raise TargetError(
+                f"target {self.name!r}: the logits of model type {self.config.model_type!r} are not those of a plain "
+                "head (weight, bias, scale, soft cap); this family is not supported"
+            )
+
+
+_loading = threading.Lock()  # neither transformers' loaders nor fast tokenizers are thread-safe
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    target_layers: Sequence[int] | None = None,
+    target_features: int = 5,
+    mask_token: int | str | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    device_map: Any = None,
+) -> Target:
+    """Loads a target, on the CPU unless ``device_map`` says otherwise. Call it in the main thread, then ``.to()``.
+
+    Args:
+        name: ``"smollm2"`` (packaged), a hub id, or a local folder.
+        dtype: ``"auto"`` is bfloat16 where there is a CUDA device and float32 elsewhere.
+        target_layers: 0-based ids of the feature layers; None spreads ``target_features`` of them.
+        mask_token: token or id of masked slots; None chooses one.
+        trust_remote_code: run the repository's own Python. Off unless asked for.
+        device_map: given to transformers as it is (``"auto"``: spread over the GPUs).
+
+    Raises:
+        TargetError: one line; offline, it names the packaged target.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    name = str(name)
+    wanted = _dtype(dtype)
+    with _loading:
+        if not progress:
+            logging.disable_progress_bar()
+        try:
+            place = _place(name, progress)
+            common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+            config = AutoConfig.from_pretrained(place, **common)
+            if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                common["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, device_map=device_map, **common)
+        except TargetError:
+            raise
+        except packaged.PackagedError as error:
+            raise TargetError(str(error)) from None
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError, hub and safetensors errors
+            raise TargetError(_why_not(name, error)) from error
+        finally:
+            if not progress:
+                logging.enable_progress_bar()
+    return Target(
+        model,
+        tokenizer,
+        name=name,
+        target_layers=target_layers,
+        target_features=target_features,
+        mask_token=mask_token,
+    )
+
+
+def select_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """The paper's even choice: ``round(1 + i * (M - 4) / (K - 1))``, from near the bottom to near the top.
+
+    Raises:
+        TargetError: fewer than 7 layers, or more features than distinct layers: name them with ``target_layers``.
+    """
+    if count == 1 and num_layers >= 7:
+        return (num_layers // 2,)
+    ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else []
+    if num_layers < 7 or len(set(ids)) < count:
+        raise TargetError(
+            f"{count} features cannot be spread over a target of {num_layers} layers: name fewer with target_layers "
+            f"(ids 0 to {num_layers - 1}, for example target_layers={sorted({0, num_layers // 2, num_layers - 1})}), "
+            "or set a smaller target_features"
+        )
+    return tuple(ids)
+
+
+def choose_mask_token(tokenizer: Any, rows: int, wanted: int | str | None = None, name: str = "target") -> int:
+    """The id fed into masked slots: one the embedding has a row for and no conversation contains.
+
+    In this order: what was asked for; the tokenizer's own mask token; the first embedding row that no token uses
+    (Qwen3: 151669); a reserved or unused token; the last special token that the chat template does not use.
+
+    Raises:
+        TargetError: the id is outside the embedding, the token is unknown, or nothing fits.
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    if isinstance(wanted, str):
+        if wanted not in known:
+            raise TargetError(f"mask_token: target {name!r} has no token {wanted!r}; name one of its tokens, or an id")
+        wanted = known[wanted]
+    if wanted is not None:
+        if not 0 <= wanted < rows:
+            raise TargetError(
+                f"mask_token: id {wanted} is outside the embedding of target {name!r} (ids 0 to {rows - 1}); "
+                "the embedding is frozen and is not resized"
+            )
+        return wanted
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < rows:
+        return int(tokenizer.mask_token_id)
+    first_free = max(known.values(), default=-1) + 1
+    if first_free < rows:
+        return first_free
+    spare = re.compile(r"<\|?(reserved|unused|extra|dummy|placeholder)[^>]*>", re.IGNORECASE)
+    reserved = [index for token, index in known.items() if spare.fullmatch(token) and index < rows]
+    if reserved:
+        return min(reserved)
+    template = tokenizer.chat_template or ""
+    in_use = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    special = [
+        index
+        for token, index in tokenizer.get_added_vocab().items()
+        if index not in in_use and index < rows and token not in str(template)
+    ]
+    if special:
+        return max(special)
+    raise TargetError(f"mask_token: target {name!r} has no token to spare; name one that its texts never contain")
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """``{rope_theta, rope_scaling, partial_rotary_factor}`` from transformers 4.57's or 5's configuration.
+
+    ``rope_scaling`` is None, or the dictionary with ``rope_type`` and its parameters. Families with other settings
+    for sliding layers (Gemma 3) give those of their full-attention layers.
+    """
+    nested = getattr(config, "rope_parameters", None) or {}
+    if isinstance(nested.get("full_attention"), dict):
+        nested = nested["full_attention"]
+    scaling = {key: value for key, value in nested.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = scaling or dict(getattr(config, "rope_scaling", None) or {})
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    theta = nested.get("rope_theta") or getattr(config, "rope_theta", None) or getattr(config, "rotary_emb_base", None)
+    partial = (
+        nested.get("partial_rotary_factor")
+        or getattr(config, "partial_rotary_factor", None)
+        or getattr(config, "rotary_pct", None)
+    )
+    return {
+        "rope_theta": float(theta or 10_000.0),
+        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        "partial_rotary_factor": float(partial or 1.0),
+    }
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """``document_ids [R, S]`` -> positions ``[R, S]`` that begin at 0 in each document."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def _hook(index: int) -> Any:
+    """A plain function, so that a copied model shares it and one collector serves every copy."""
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        call = getattr(_collecting, "call", None)
+        if call is None:
+            return
+        wanted, outputs, last = call
+        if index in wanted:
+            outputs[index] = output[0] if isinstance(output, tuple) else output
+        if index == last:
+            raise _Enough
+
+    return keep
+
+
+def _find_decoder(model: Any, name: str) -> tuple[Any, Any]:
+    """The module without the head, and its list of decoder layers."""
+    for candidate in (model.get_decoder(), model.base_model):
+        layers = getattr(candidate, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            return candidate, layers
+    raise TargetError(f"target {name!r}: {type(model).__name__} has no list of decoder layers; this family is not supported")
+
+
+def _find_head(model: Any, config: Any, name: str) -> Head:
+    output = model.get_output_embeddings()
+    if output is None or not isinstance(getattr(output, "weight", None), Tensor):
+        raise TargetError(f"target {name!r}: {type(model).__name__} has no output layer; load a causal language model")
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return Head(output.weight, getattr(output, "bias", None), getattr(config, "final_logit_softcapping", None), scale)
+
+
+def _check_layers(name: str, named: Sequence[int] | None, num_layers: int, count: int) -> tuple[int, ...]:
+    if named is None:
+        try:
+            return select_layers(num_layers, count)
+        except TargetError as error:
+            raise TargetError(f"target {name!r}: {error}") from None
+    outside = [index for index in named if not 0 <= index < num_layers]
+    if not named or outside or len(set(named)) < len(named):
+        fault = f"has {outside[0]}" if outside else "is empty" if not named else "names a layer twice"
+        raise TargetError(f"target_layers: {fault}; target {name!r} has layers 0 to {num_layers - 1}")
+    return tuple(named)
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return tuple(sorted(found))
+
+
+def _dtype(wanted: str | torch.dtype) -> torch.dtype:
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if wanted == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = getattr(torch, wanted, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TargetError(f"dtype: {wanted!r} is none; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return dtype
+
+
+def _place(name: str, progress: bool) -> str:
+    """What transformers is asked for: the cached folder of the packaged target, a folder, or a hub id."""
+    if name == packaged.NAME:
+        return str(packaged.folder(progress=progress))
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise TargetError(f"target {name!r}: is no folder; give a model's folder, a hub id, or 'smollm2'")
+        return name
+    if not (path / "config.json").is_file():
+        raise TargetError(f"target {name!r}: the folder holds no config.json; give a folder that transformers wrote")
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"target {name!r}: its config.json is not valid JSON ({error})") from None
+    return str(path)
+
+
+def _why_not(name: str, error: Exception) -> str:
+    """One line for whatever transformers, the hub or safetensors raised."""
+    reason = " ".join(str(error).split())
+    if Path(name).expanduser().is_dir() or name == packaged.NAME:
+        return f"target {name!r}: cannot be loaded ({type(error).__name__}: {reason:.200})"
+    if "trust_remote_code" in reason:
+        return f"target {name!r}: wants to run code of its own; set trust_remote_code=True if you trust it"
+    return (
+        f"target {name!r}: cannot be had from the hub ({type(error).__name__}: {reason:.120}); "
+        "give a local folder, or use 'smollm2', the packaged target"
+    )
