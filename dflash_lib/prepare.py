@@ -104,12 +104,13 @@ def load(
             thinking=config.thinking,
             heldout=heldout,
         )
-    drafter = DrafterConfig.from_target(target, config)
+    on_device = {place: target.to(place) for place in dict.fromkeys(places)}
+    drafter = DrafterConfig.from_target(on_device[places[0]], config)
     if target.dtype == torch.float64:  # proofs run in double precision from end to end
         drafter = dataclasses.replace(drafter, dtype=torch.float64)
     ready = Ready(
         target=target,
-        on_device={place: target.to(place) for place in dict.fromkeys(places)},
+        on_device=on_device,
         dataset=dataset,
         buckets=config.buckets or data.buckets([len(row.input_ids) for row in dataset.rows]),
         drafter=drafter,

@@ -21,7 +21,7 @@ from .blocks import Blocks
 from .config import RunConfig
 from .drafter import Drafter
 from .head import Head
-from .loss import LossResult, drafter_loss
+from .loss import NEED_TARGET, LossResult, drafter_loss
 
 ALIGNMENT = 64  # elements: every parameter starts on a 128-byte border, as compiled kernels and GEMMs like it
 
@@ -84,7 +84,7 @@ class Replica:
             parameters become views of this replica's flat buffer.
         config: the run's choices.
         device: where everything lives.
-        compiled: this thread's own entry points, handed to the drafter's forward; none: eager.
+        layer, chunk: this thread's own compiled forms of ``layer.layer_forward`` and ``loss.loss_chunk``; None: eager.
     """
 
     def __init__(
@@ -92,12 +92,14 @@ class Replica:
         drafter: Drafter,
         config: RunConfig,
         device: torch.device,
-        compiled: Mapping[str, Callable[..., Any]] | None = None,
+        layer: Callable[..., Any] | None = None,
+        chunk: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.step = 0
-        self.compiled = dict(compiled or {})
+        self.layer, self.chunk = layer, chunk
+        self.needs_last_hidden = config.objective in NEED_TARGET or config.label_source == "argmax"
         self.drafter = drafter.to(device)
         self._layout = _layout(self.drafter)
         length = self._layout.length
@@ -148,7 +150,7 @@ class Replica:
         Shapes are those of :class:`~dflash_lib.drafter.Drafter` and :func:`~dflash_lib.loss.drafter_loss`.
         """
         hidden = self.drafter(
-            features, block_embeddings, context_positions, blocks.positions, mask, **self.compiled
+            features, block_embeddings, context_positions, blocks.positions, mask, layer=self.layer
         )
         result = drafter_loss(
             hidden,
@@ -159,6 +161,8 @@ class Replica:
             objective=self.config.objective,
             alpha=self.config.dpace_alpha,
             target_hidden=target_hidden,
+            label_source=self.config.label_source,
+            chunk=self.chunk,
         )
         result.loss_sum.backward()
         with torch.no_grad():

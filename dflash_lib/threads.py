@@ -19,8 +19,9 @@ from .collective import Aborted, Team
 from .compile_monitor import CompileMonitor
 from .config import ConfigError, RunConfig
 from .control import Control, Request, Wishes
-from .drafter import Drafter, flex_attention_call, sdpa_attention
+from .drafter import Drafter, layer_forward
 from .events import EventLog
+from .loss import loss_chunk
 from .replica import Replica
 from .reporting import Reporter
 from .supervise import Run
@@ -127,7 +128,7 @@ class DrafterWorker:
         drafter = Drafter(ready.drafter, seed=self.seed)
         if ready.warm is not None:
             drafter.load_state_dict(ready.warm, strict=False)
-        replica = Replica(drafter, self.config, self.device, compiled=self.entry_points())
+        replica = Replica(drafter, self.config, self.device, **self.entry_points())
         if ready.resumed is not None:
             replica.load_state(ready.resumed["replica"])
             self.reporter.step = replica.step
@@ -135,14 +136,24 @@ class DrafterWorker:
         return replica
 
     def entry_points(self) -> dict[str, Any]:
-        """The functions this lane compiles, each with a code object and a name of its own."""
-        attention = flex_attention_call if self.device.type == "cuda" else sdpa_attention
+        """What this lane compiles, each with a code object and a name of its own: a layer, and on a GPU the loss.
+
+        A layer holds the attention, flex_attention on CUDA and scaled_dot_product_attention on a CPU.
+        """
         if not self.config.compile:
             return {}
-        own = fx_patch.own_entry_point(attention, self.lane)
+        functions = {"layer": layer_forward, "chunk": loss_chunk}
+        if self.device.type == "cpu":
+            del functions["chunk"]  # big matrix products, which eager does as fast, and a compile saved
         dynamic = False if self.config.bucket_lengths else None
-        compiled = torch.compile(own, backend=self.config.backend, dynamic=dynamic)
-        return {"attention": self.trainer.monitor.watch(compiled)}
+        return {
+            name: self.trainer.monitor.watch(
+                torch.compile(
+                    fx_patch.own_entry_point(function, self.lane), backend=self.config.backend, dynamic=dynamic
+                )
+            )
+            for name, function in functions.items()
+        }
 
     def finish(self, replica: Replica, *, stopped: bool) -> None:
         self.reporter.flush()
