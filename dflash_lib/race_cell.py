@@ -149,7 +149,9 @@ class Cell:
         if workload.compares_with_alone and self.spec["compare"]:
             for index, lane in enumerate(self.lanes):
                 losses: list[float | None] = []
-                self.watch([self._thread(f"alone-{index}", self._lane, workload, f"alone-{index}", index, losses, steps)])
+                self.watch(
+                    [self._thread(f"alone-{index}", self._lane, workload, f"alone-{index}", index, losses, steps)]
+                )
                 self.alone[lane] = losses
             self.context.compiles.clear()
             self.errors.clear()

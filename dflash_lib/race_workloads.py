@@ -322,7 +322,8 @@ class SharedGpuBackwardTwin(Workload):
 
 
 CLASSES: dict[str, type[Workload]] = {
-    workload.name: workload for workload in (CompileStorm, MakeFx, SymbolicTrace, UnpickleGraphModule, SharedGpuBackward)
+    workload.name: workload
+    for workload in (CompileStorm, MakeFx, SymbolicTrace, UnpickleGraphModule, SharedGpuBackward)
 }
 
 
