@@ -79,6 +79,7 @@ class Cell:
         self.first_step: dict[str, float] = {}
         self.costs: dict[str, Any] = {}
         self.seconds = 0.0
+        self.planned = 0
         self._over = threading.Event()
         self._counting = threading.Lock()
         self._clean = self._process_state()
@@ -145,11 +146,13 @@ class Cell:
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, workload: Workload) -> None:
         """Alone, warm-up, race. Returns when all is over; a hang does not return (see :meth:`watch`)."""
-        steps = self.spec["steps"]
+        steps = self.planned = self.spec["steps"] * workload.steps_factor
         if workload.compares_with_alone and self.spec["compare"]:
             for index, lane in enumerate(self.lanes):
                 losses: list[float | None] = []
-                self.watch([self._thread(f"alone-{index}", self._lane, workload, f"alone-{index}", index, losses, steps)])
+                self.watch(
+                    [self._thread(f"alone-{index}", self._lane, workload, f"alone-{index}", index, losses, steps)]
+                )
                 self.alone[lane] = losses
             self.context.compiles.clear()
             self.errors.clear()
@@ -232,6 +235,7 @@ class Cell:
         with self._counting:
             compiles = dict(self.context.compiles)
             result = {
+                "steps_planned": self.planned * len(self.lanes),
                 "steps_done": sum(self.done[lane] for lane in self.lanes),
                 "attempts": sum(self.attempts[lane] for lane in self.lanes),
                 "traces": self.done["tracers"],
@@ -261,14 +265,15 @@ def _raise_limits() -> None:
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Every thread's stack, innermost last, as ``file:line function``."""
+    """The stacks of lanes and tracers and the device's thread, innermost last, as ``file:line function``."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    ours = ("drafter-", "tracer-", "alone-", "device-")
     return {
-        names.get(ident, str(ident)): [
+        names[ident]: [
             f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(frame)
         ]
-        for ident, frame in sys._current_frames().items()
-        if names.get(ident) != "MainThread"
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0], ""))
+        if names.get(ident, "").startswith(ours)
     }
 
 

@@ -16,7 +16,22 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_lib.race_report import draw, explain, table
+else:
+
+    def __getattr__(name: str) -> Any:
+        """``table``, ``explain`` and ``draw`` are :mod:`dflash_lib.race_report`'s: matplotlib loads when asked for."""
+        if name in ("table", "explain", "draw"):
+            from dflash_lib import race_report
+
+            return getattr(race_report, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Result", "draw", "explain", "run", "run_all", "table"]
 
 STRATEGIES = ("none", "exec_lock", "warmup_lock", "main_thread_warmup", "module_wrapper", "thread_local")
 WORKLOADS = ("compile_storm", "make_fx", "symbolic_trace", "unpickle_graph_module", "shared_gpu_backward")
@@ -83,7 +98,8 @@ def run(
     """Measures one cell in a process of its own.
 
     Args:
-        steps: steps per thread; ``seconds``: when to stop earlier.
+        steps: steps per thread (20 times as many in the workloads whose steps do not train).
+        seconds: when to stop earlier.
         threads: lanes; workloads that trace have two tracer threads more.
         device: ``"cpu"`` or ``"cuda:0"``: one device, which all lanes share.
         backend: of torch.compile; None: ``aot_eager`` on a CPU, ``inductor`` on CUDA.
@@ -132,7 +148,6 @@ def run(
         device=device,
         threads=threads,
         outcome="ok",
-        steps_planned=steps * threads,
         exit_code=process.returncode,
         **known,
     )
@@ -178,11 +193,3 @@ def _dumped(text: str) -> dict[str, list[str]]:
         elif line.startswith("  File ") and stacks:
             frames.insert(0, line.strip().removeprefix("File ").replace('"', ""))
     return stacks
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("table", "explain", "draw"):
-        from dflash_lib import race_report
-
-        return getattr(race_report, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

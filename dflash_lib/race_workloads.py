@@ -87,6 +87,7 @@ class Workload:
     name = ""
     question = ""
     tracers = 0
+    steps_factor = 1  # a step here is so much shorter that there are this many times more of them
     compares_with_alone = False
 
     def __init__(self, context: Context) -> None:
@@ -158,6 +159,7 @@ class _Bystanders(Workload):
     """Lanes that only call what is already built, eager and compiled, while other threads trace."""
 
     tracers = 2
+    steps_factor = 20
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -276,9 +278,9 @@ class DeviceThread:
 class SharedGpuBackwardTwin(Workload):
     """The same deadlock without a GPU: torch's real compile lock, its real lazy backward, an imitated device thread.
 
-    A compile holds ``compile_lock`` and, as tracing a joint graph on CUDA does, needs the device's thread for an
-    ``autograd.grad``. A backward occupies that thread and, as Inductor's does, takes ``compile_lock`` for its
-    first compile. The backend below does exactly these two things and nothing else.
+    Dynamo holds ``compile_lock`` and, as tracing ``flex_attention`` on CUDA does, needs the device's thread for an
+    ``autograd.grad`` on fake tensors. A backward occupies that thread and, as Inductor's does, takes ``compile_lock``
+    for its first compile. The backend below does exactly these two things and nothing else.
     """
 
     name = SharedGpuBackward.name
@@ -295,20 +297,21 @@ class SharedGpuBackwardTwin(Workload):
 
         context = self.context
 
-        def compile_forward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            context.compiles[lane] += 1
-            time.sleep(0.01)  # tracing takes its time, with compile_lock held
-            self.device_thread.run(lambda: None)  # ... and asks the device's thread for autograd.grad
-            return make_boxed_func(graph.forward)
-
         def compile_backward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            time.sleep(0.01)
+            time.sleep(0.005)
             with compile_lock:  # as torch/_inductor/compile_fx.py::compile_fx_backward
                 return make_boxed_func(graph.forward)
 
+        aot = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_backward)
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            context.compiles[lane] += 1
+            time.sleep(0.005)  # tracing takes its time, with compile_lock held
+            self.device_thread.run(lambda: None)  # ... and asks the device's thread for autograd.grad
+            return aot(graph, inputs)
+
         code = _scaled_tanh.__code__.replace(co_name=f"twin_{lane.replace('-', '_')}")
         own = types.FunctionType(code, _scaled_tanh.__globals__)
-        backend = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)
         compiled = torch.compile(own, backend=backend, dynamic=False)
 
         def step(number: int) -> float:
@@ -322,7 +325,8 @@ class SharedGpuBackwardTwin(Workload):
 
 
 CLASSES: dict[str, type[Workload]] = {
-    workload.name: workload for workload in (CompileStorm, MakeFx, SymbolicTrace, UnpickleGraphModule, SharedGpuBackward)
+    workload.name: workload
+    for workload in (CompileStorm, MakeFx, SymbolicTrace, UnpickleGraphModule, SharedGpuBackward)
 }
 
 

@@ -1,0 +1,265 @@
+"""Says what the race's results mean: a table, one paragraph for each outcome, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dflash_lib.race_lab import Result
+
+# Okabe and Ito's palette, which colour-blind people can tell apart; the hatch says the same a second time.
+_LOOKS = {
+    "ok": ("#009E73", ""),
+    "leaks": ("#56B4E9", ".."),
+    "errors": ("#E69F00", "//"),
+    "hang": ("#D55E00", "xx"),
+    "crash": ("#000000", ""),
+}
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+def leaks_in_words(result: Result) -> str:
+    """The leaks of one result, shortest first: shares of reads, things left behind, lanes unlike themselves alone."""
+    leaks, words = result.leaks, []
+    if leaks.get("is_compiling_seen"):
+        words.append(f"is_compiling {leaks['is_compiling_seen']:.0%}")
+    if leaks.get("tracing_seen"):
+        words.append(f"tracing {leaks['tracing_seen']:.1%}")
+    if leaks.get("left_behind") and result.outcome not in ("hang", "crash"):
+        words.append(f"{len(leaks['left_behind'])} left behind")
+    if result.differences and result.differences["lanes"]:
+        words.append(f"{result.differences['lanes']} lanes off by {result.differences['largest']:.0e}")
+    return ", ".join(words) or "-"
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line a cell: workload, strategy, outcome, steps, errors by kind, leaks, seconds."""
+    rows = [("workload", "strategy", "outcome", "steps", "compiles", "errors by kind", "leaks", "seconds")]
+    for result in results:
+        errors = ", ".join(f"{count:,} {kind}" for kind, count in _by_count(result)) or "-"
+        rows.append(
+            (
+                result.workload + (" (imitated)" if result.imitated else ""),
+                result.strategy,
+                result.outcome,
+                f"{result.steps_done:,}/{result.steps_planned:,}",
+                f"{result.compiles:,}",
+                errors,
+                leaks_in_words(result),
+                f"{result.seconds:.1f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _by_count(result: Result) -> list[tuple[str, int]]:
+    return sorted(result.errors.items(), key=lambda item: -item[1])
+
+
+def explain(result: Result) -> str:
+    """One paragraph: what happened, why this strategy could or could not prevent it, and what this torch adds."""
+    if result.strategy == "thread_local" and result.outcome == "ok":
+        sentences = [_happened(result), _ISOLATED[result.workload]]
+    elif result.outcome == "ok":
+        sentences = [_happened(result), _survived(result)]
+    else:
+        sentences = [_happened(result), *_causes(result), _STRATEGY[result.strategy]]
+    sentences.append(_cost(result))
+    return f"{result.strategy} under {result.workload}: " + " ".join(filter(None, sentences))
+
+
+def _happened(result: Result) -> str:
+    steps = f"{result.steps_done:,} of {result.steps_planned:,} steps"
+    if result.outcome == "crash":
+        return f"the process died (exit code {result.exit_code}) after {steps}."
+    if result.outcome == "hang":
+        waits = "; ".join(f"{thread} in {frames[-1]}" for thread, frames in result.stacks.items() if frames)
+        return f"nothing moved any more after {steps}: {waits or 'no stack could be taken'}."
+    errors = " and ".join(f"{count:,} x {kind}" for kind, count in _by_count(result)) or "no error"
+    return f"{steps} done, {result.compiles:,} compiles, {errors}, leaks: {'none' if (leaks := leaks_in_words(result)) == '-' else leaks}."
+
+
+def _causes(result: Result) -> list[str]:
+    """What in torch made it happen; only what was seen in this result is explained."""
+    found, leaks = [], result.leaks
+    kinds = " ".join(result.errors)
+    if result.outcome == "hang" and result.workload == "shared_gpu_backward":
+        found.append(
+            "One thread holds torch's compile_lock and waits for the GPU's autograd thread; that thread is inside another "
+            "thread's backward, which compiles lazily and waits for compile_lock."
+        )
+    if "FX tracing flag" in kinds:
+        found.append(
+            "A thread that traced set the module-global _is_fx_tracing_flag, and every compiled call of any other thread "
+            "took itself for a part of that trace."
+        )
+    if "entered a tracer" in kinds:
+        found.append(
+            "A trace replaces nn.Module.__call__ and __getattr__ for the whole process, so eager module calls of other "
+            "threads ran into a tracer that does not know their modules."
+        )
+    if leaks.get("left_behind") and result.outcome != "hang":
+        found.append(
+            f"Two threads saved and restored the same globals in interleaved order, which left {', '.join(leaks['left_behind'])} "
+            "changed for good."
+        )
+    if leaks.get("is_compiling_seen"):
+        found.append(
+            f"This torch holds the global is_compiling() True while any thread compiles: eager code elsewhere read True in "
+            f"{leaks['is_compiling_seen']:.0%} of {leaks['reads']:,} reads."
+        )
+    if result.differences and result.differences["lanes"]:
+        found.append(
+            f"Nothing was raised, but {result.differences['lanes']} of {result.threads} lanes have other losses than alone "
+            f"(by up to {result.differences['largest']:.0e}): default AdamW asks is_compiling() and takes another code path."
+        )
+    if result.workload == "compile_storm" and result.features.get("is_compiling_held_while_compiling"):
+        found.append(
+            "The RuntimeError of older releases is hidden here, not cured: it is raised only while is_compiling() is False, and "
+            "the leak of that flag masks it."
+        )
+    return found
+
+
+_STRATEGY = {
+    "none": "Nothing stands between the threads: this is the control.",
+    "exec_lock": "The lock is released after each thread's first call, and recompiles (and traces) come whenever shapes change.",
+    "warmup_lock": "The lock ends with each thread's first step; the second step of one compiles again beside the others.",
+    "main_thread_warmup": "A warm-up in the main thread ends before the workers begin, and they still compile and trace for "
+    "themselves.",
+    "module_wrapper": "The stand-in in sys.modules is never asked: Tracer.trace writes its flag with a `global` statement, into "
+    "the real module's dictionary.",
+    "thread_local": "A state that is not isolated is still at work here: `fx_patch.report()` says which hazards are open.",
+}
+
+_ISOLATED = {
+    "compile_storm": "Every thread has its own tracing flag, its own is_compiling(), its own module patches: threads "
+    "compile beside each other, nothing is locked and nothing is warmed up, and each lane's losses are bit for bit those it has alone.",
+    "make_fx": "The tracing flag and the module patches belong to the thread that traces; the others' calls do not see them.",
+    "symbolic_trace": "nn.Module's hooks dispatch by thread: only the tracing thread enters its tracer, also with two at once.",
+    "unpickle_graph_module": "Unpickling traces again, in its own thread's state only.",
+    "shared_gpu_backward": "A worker's backward runs in the worker (autograd multithreading is off there), so no thread is ever "
+    "needed while compile_lock is held.",
+}
+
+
+def _survived(result: Result) -> str:
+    """Why a strategy that isolates nothing went through: what this torch's own code says about it."""
+    features = result.features
+    if result.workload in ("make_fx", "symbolic_trace", "unpickle_graph_module"):
+        if not features.get("tracing_flag_is_global"):
+            return (
+                "It survives because of torch, not of the strategy: from 2.14 on the tracing flag is thread-local, so other threads' "
+                "compiled calls no longer see a trace. The nn.Module patches are still process-wide: module calls remain in danger."
+            )
+        return "It survives by luck: the flag is a module global in this torch, and no call happened to meet a trace."
+    if result.workload == "compile_storm" and not features.get("is_compiling_held_while_compiling"):
+        return (
+            "It survives by luck: in this torch the flag is global and is_compiling() is not held during a compile, so a call that "
+            "meets another thread's trace raises; with more steps or threads it will."
+        )
+    if result.workload == "shared_gpu_backward":
+        return "It survives by luck: no lazy backward met a compile of another thread; more shapes make it certain."
+    return "It survives by luck: no reader happened to look while another thread compiled."
+
+
+def _cost(result: Result) -> str:
+    costs = result.costs
+    if result.strategy == "main_thread_warmup" and "compiles_in_main" in costs:
+        return (
+            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compile(s) in the main "
+            f"thread, after which {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled for themselves all the same"
+            f"; and what it set up stayed in the main thread: {', '.join(costs['stays_in_main']) or 'nothing'}."
+        )
+    if result.strategy == "module_wrapper" and costs.get("reaches_the_tracer") is False:
+        return "Measured: during a trace the real module's flag was True while the stand-in's was False."
+    if result.strategy == "module_wrapper" and "reaches_the_tracer" in costs:
+        return "In this torch there is no such global left to stand in for."
+    return ""
+
+
+# --- a picture ----------------------------------------------------------------------------------------------------
+def draw(results: Sequence[Result], path: str | Path) -> Path:
+    """Draws the grid: a column a workload, a bar a strategy; steps, errors, leaks and wall time one below the other.
+
+    Args:
+        path: where to; its suffix decides the format (.png, .svg, .pdf).
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    workloads = list(dict.fromkeys(result.workload for result in results))
+    strategies = list(dict.fromkeys(result.strategy for result in results))
+    cells = {(result.workload, result.strategy): result for result in results}
+    panels = (
+        ("steps done (% of planned)", lambda r: 100 * r.steps_done / max(1, r.steps_planned)),
+        ("errors (count)", lambda r: sum(r.errors.values())),
+        ("is_compiling() or tracing seen\nby eager code (% of reads)", _seen),
+        ("wall time (s)", lambda r: r.seconds),
+    )
+    figure = Figure(figsize=(2.4 + 2.7 * len(workloads), 1.6 + len(panels) * (0.6 + 0.26 * len(strategies))))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), len(workloads), squeeze=False, sharey=True)
+    for column, workload in enumerate(workloads):
+        for row, (label, value) in enumerate(panels):
+            ax: Axes = axes[row][column]
+            shown = [cells.get((workload, strategy)) for strategy in strategies]
+            for place, result in enumerate(shown):
+                if result is None:
+                    continue
+                colour, hatch = _LOOKS[result.outcome]
+                ax.barh(place, value(result), color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+                ax.annotate(
+                    _label(result, row),
+                    (value(result), place),
+                    (3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7,
+                )
+            ax.set_xlabel(label, fontsize=8)
+            ax.tick_params(labelsize=8)
+            ax.spines[["top", "right"]].set_visible(False)
+            if row == 1:
+                ax.set_xscale("symlog", linthresh=1)
+            ax.set_xlim(0, None if row not in (0, 2) else 100)
+            ax.margins(x=0.35)
+        imitated = any(result.imitated for result in results if result.workload == workload)
+        axes[0][column].set_title(workload.replace("_", " ") + ("\n(CPU twin)" if imitated else ""), fontsize=10)
+    axes[0][0].set_yticks(range(len(strategies)), strategies)
+    axes[0][0].invert_yaxis()
+    figure.legend(
+        handles=[Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in _LOOKS.items()],
+        loc="lower center",
+        ncols=len(_LOOKS),
+        frameon=False,
+        title=f"worst outcome of the cell; torch {results[0].torch if results else ''}, "
+        f"{results[0].threads if results else 0} threads on {results[0].device if results else ''}",
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def _seen(result: Result) -> float:
+    return 100 * max(result.leaks.get("is_compiling_seen", 0), result.leaks.get("tracing_seen", 0))
+
+
+def _label(result: Result, row: int) -> str:
+    """The words at a bar's end: in the first row the outcome, in the others what the number hides."""
+    if row == 0:
+        return "" if result.outcome in ("ok", "leaks", "errors") else result.outcome
+    if row == 1:
+        return f"{sum(result.errors.values()):,}" if result.errors else ""
+    if row == 2 and result.differences and result.differences["lanes"]:
+        return f"{result.differences['lanes']} lanes differ"
+    return ""
