@@ -221,9 +221,7 @@ class RunConfig(BaseModel):
 
     # --- from and to the outside --------------------------------------------------------------------------------
     @classmethod
-    def from_namespace(
-        cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any
-    ) -> RunConfig:
+    def from_namespace(cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any) -> RunConfig:
         """Takes every name of a notebook that was not there before its parameters cell.
 
         Args:
