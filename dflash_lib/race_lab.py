@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +112,13 @@ def run(
     Raises:
         ValueError: a name that is none of STRATEGIES or WORKLOADS.
     """
-    for value, known in ((strategy, STRATEGIES), (workload, WORKLOADS)):
-        if value not in known:
-            raise ValueError(f"{value!r} is not in the laboratory: choose one of {', '.join(known)}")
+    for value, names in ((strategy, STRATEGIES), (workload, WORKLOADS)):
+        if value not in names:
+            raise ValueError(f"{value!r} is not in the laboratory: choose one of {', '.join(names)}")
     backend = backend or ("aot_eager" if device == "cpu" else "inductor")
-    spec = dict(strategy=strategy, workload=workload, steps=steps, seconds=seconds, threads=threads, device=device)
-    spec |= dict(backend=backend, repeat=repeat, compare=compare, stall=stall, timeout=timeout)
+    spec: dict[str, Any] = {"strategy": strategy, "workload": workload, "device": device, "backend": backend}
+    spec |= {"steps": steps, "seconds": seconds, "threads": threads, "repeat": repeat, "compare": compare}
+    spec |= {"stall": stall, "timeout": timeout}
     package = Path(__file__).resolve().parent
     paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
@@ -136,23 +137,14 @@ def run(
             process.kill()
             process.wait()
             raise
-        known = json.loads(out.read_text()) if out.exists() else {}
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         dump = stacks.read_text() if stacks.exists() else ""
-    finished = bool(known.pop("finished", False))
-    if not finished and not known.get("stacks"):
-        known["stacks"] = _dumped(dump) or {"stderr": stderr.strip().splitlines()[-12:]}
-        known["seconds"] = time.monotonic() - started
-    result = Result(
-        strategy=strategy,
-        workload=workload,
-        device=device,
-        threads=threads,
-        outcome="ok",
-        exit_code=process.returncode,
-        **known,
-    )
-    timed_out = "Timeout (" in dump
-    return Result(**{**asdict(result), "outcome": _outcome(result, finished, timed_out)})
+    finished = bool(found.pop("finished", False))
+    if not finished and not found.get("stacks"):
+        found["stacks"] = _dumped(dump) or {"stderr": stderr.strip().splitlines()[-12:]}
+        found["seconds"] = time.monotonic() - started
+    result = Result(strategy, workload, device, threads, outcome="ok", exit_code=process.returncode, **found)
+    return replace(result, outcome=_outcome(result, finished, timed_out="Timeout (" in dump))
 
 
 def run_all(
@@ -172,7 +164,7 @@ def run_all(
     return results
 
 
-def _outcome(result: Result, finished: bool, timed_out: bool) -> str:
+def _outcome(result: Result, finished: bool, *, timed_out: bool) -> str:
     if not finished:
         return "hang" if timed_out or result.exit_code in (0, -signal.SIGKILL) else "crash"
     if result.errors:

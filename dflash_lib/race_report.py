@@ -23,7 +23,7 @@ _LOOKS = {
 
 # --- words --------------------------------------------------------------------------------------------------------
 def leaks_in_words(result: Result) -> str:
-    """The leaks of one result, shortest first: shares of reads, things left behind, lanes unlike themselves alone."""
+    """The leaks of one result: shares of reads, things left behind, lanes unlike themselves alone; "none" if none."""
     leaks, words = result.leaks, []
     if leaks.get("is_compiling_seen"):
         words.append(f"is_compiling {leaks['is_compiling_seen']:.0%}")
@@ -33,14 +33,19 @@ def leaks_in_words(result: Result) -> str:
         words.append(f"{len(leaks['left_behind'])} left behind")
     if result.differences and result.differences["lanes"]:
         words.append(f"{result.differences['lanes']} lanes off by {result.differences['largest']:.0e}")
-    return ", ".join(words) or "-"
+    return ", ".join(words) or "none"
+
+
+def errors_in_words(result: Result, names: dict[str, str] | None = None) -> str:
+    """The errors of one result, most frequent kind first; "none" if none."""
+    counts = sorted(result.errors.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {(names or {}).get(kind, kind)}" for kind, count in counts) or "none"
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a cell: workload, strategy, outcome, steps, errors by kind, leaks, seconds."""
+    """One line a cell: workload, strategy, outcome, steps, compiles, errors by kind, leaks, seconds."""
     rows = [("workload", "strategy", "outcome", "steps", "compiles", "errors by kind", "leaks", "seconds")]
     for result in results:
-        errors = ", ".join(f"{count:,} {kind}" for kind, count in _by_count(result)) or "-"
         rows.append(
             (
                 result.workload + (" (imitated)" if result.imitated else ""),
@@ -48,7 +53,7 @@ def table(results: Sequence[Result]) -> str:
                 result.outcome,
                 f"{result.steps_done:,}/{result.steps_planned:,}",
                 f"{result.compiles:,}",
-                errors,
+                errors_in_words(result),
                 leaks_in_words(result),
                 f"{result.seconds:.1f}",
             )
@@ -58,20 +63,16 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _by_count(result: Result) -> list[tuple[str, int]]:
-    return sorted(result.errors.items(), key=lambda item: -item[1])
-
-
 def explain(result: Result) -> str:
     """One paragraph: what happened, why this strategy could or could not prevent it, and what this torch adds."""
-    if result.strategy == "thread_local" and result.outcome == "ok":
-        sentences = [_happened(result), _ISOLATED[result.workload]]
-    elif result.outcome == "ok":
-        sentences = [_happened(result), _survived(result)]
+    if result.outcome != "ok":
+        sentences = [_happened(result), *_causes(result), _WHY_IT_FAILS[result.strategy]]
+    elif result.strategy == "thread_local":
+        sentences = [_happened(result), _WHY_IT_HOLDS[result.workload]]
     else:
-        sentences = [_happened(result), *_causes(result), _STRATEGY[result.strategy]]
-    sentences.append(_cost(result))
-    return f"{result.strategy} under {result.workload}: " + " ".join(filter(None, sentences))
+        sentences = [_happened(result), _why_it_survived(result)]
+    name = result.workload + (" (CPU twin)" if result.imitated else "")
+    return f"{result.strategy} under {name}: " + " ".join(filter(None, [*sentences, _cost(result)]))
 
 
 def _happened(result: Result) -> str:
@@ -81,91 +82,98 @@ def _happened(result: Result) -> str:
     if result.outcome == "hang":
         waits = "; ".join(f"{thread} in {frames[-1]}" for thread, frames in result.stacks.items() if frames)
         return f"nothing moved any more after {steps}: {waits or 'no stack could be taken'}."
-    errors = " and ".join(f"{count:,} x {kind}" for kind, count in _by_count(result)) or "no error"
-    return f"{steps} done, {result.compiles:,} compiles, {errors}, leaks: {'none' if (leaks := leaks_in_words(result)) == '-' else leaks}."
+    errors, leaks = errors_in_words(result), leaks_in_words(result)
+    return f"{steps} done, {result.compiles:,} compiles; errors: {errors}; leaks: {leaks}."
 
 
 def _causes(result: Result) -> list[str]:
     """What in torch made it happen; only what was seen in this result is explained."""
-    found, leaks = [], result.leaks
+    found, leaks, differences = [], result.leaks, result.differences
     kinds = " ".join(result.errors)
     if result.outcome == "hang" and result.workload == "shared_gpu_backward":
         found.append(
-            "One thread holds torch's compile_lock and waits for the GPU's autograd thread; that thread is inside another "
-            "thread's backward, which compiles lazily and waits for compile_lock."
+            "One thread holds torch's compile_lock and waits for the GPU's autograd thread; that thread is inside "
+            "another thread's backward, which compiles lazily and waits for compile_lock."
         )
     if "FX tracing flag" in kinds:
         found.append(
-            "A thread that traced set the module-global _is_fx_tracing_flag, and every compiled call of any other thread "
-            "took itself for a part of that trace."
+            "A thread that traced set the module-global _is_fx_tracing_flag, and every compiled call of any other "
+            "thread took itself for a part of that trace."
         )
     if "entered a tracer" in kinds:
         found.append(
             "A trace replaces nn.Module.__call__ and __getattr__ for the whole process, so eager module calls of other "
             "threads ran into a tracer that does not know their modules."
         )
-    if leaks.get("left_behind") and result.outcome != "hang":
+    if leaks.get("left_behind") and result.outcome in ("errors", "leaks"):
         found.append(
-            f"Two threads saved and restored the same globals in interleaved order, which left {', '.join(leaks['left_behind'])} "
-            "changed for good."
+            "Two threads saved and restored the same globals in interleaved order, which left "
+            f"{', '.join(leaks['left_behind'])} changed for good."
         )
     if leaks.get("is_compiling_seen"):
         found.append(
-            f"This torch holds the global is_compiling() True while any thread compiles: eager code elsewhere read True in "
-            f"{leaks['is_compiling_seen']:.0%} of {leaks['reads']:,} reads."
+            "This torch holds the global is_compiling() True while any thread compiles: eager code elsewhere read "
+            f"True in {leaks['is_compiling_seen']:.0%} of {leaks['reads']:,} reads."
         )
-    if result.differences and result.differences["lanes"]:
+    if differences and differences["lanes"]:
         found.append(
-            f"Nothing was raised, but {result.differences['lanes']} of {result.threads} lanes have other losses than alone "
-            f"(by up to {result.differences['largest']:.0e}): default AdamW asks is_compiling() and takes another code path."
+            f"Nothing was raised, but {differences['lanes']} of {result.threads} lanes have other losses than alone "
+            f"(by up to {differences['largest']:.0e}): default AdamW asks is_compiling() and takes another code path."
         )
-    if result.workload == "compile_storm" and result.features.get("is_compiling_held_while_compiling"):
+    if result.workload == "compile_storm" and not kinds and _masked(result):
         found.append(
-            "The RuntimeError of older releases is hidden here, not cured: it is raised only while is_compiling() is False, and "
-            "the leak of that flag masks it."
+            "The RuntimeError of releases up to 2.12 is hidden here, not cured: it is raised only while is_compiling() "
+            "is False, and the leak of that flag masks it."
         )
     return found
 
 
-_STRATEGY = {
+def _masked(result: Result) -> bool:
+    features = result.features
+    return bool(features.get("tracing_flag_is_global") and features.get("is_compiling_held_while_compiling"))
+
+
+_WHY_IT_FAILS = {
     "none": "Nothing stands between the threads: this is the control.",
-    "exec_lock": "The lock is released after each thread's first call, and recompiles (and traces) come whenever shapes change.",
-    "warmup_lock": "The lock ends with each thread's first step; the second step of one compiles again beside the others.",
-    "main_thread_warmup": "A warm-up in the main thread ends before the workers begin, and they still compile and trace for "
-    "themselves.",
-    "module_wrapper": "The stand-in in sys.modules is never asked: Tracer.trace writes its flag with a `global` statement, into "
-    "the real module's dictionary.",
-    "thread_local": "A state that is not isolated is still at work here: `fx_patch.report()` says which hazards are open.",
+    "exec_lock": "The lock is released after each thread's first call; recompiles and traces come whenever shapes "
+    "change, outside it.",
+    "warmup_lock": "The lock ends with each thread's first step; the second step of one compiles again beside the "
+    "others' first.",
+    "main_thread_warmup": "The warm-up ends before the workers begin, and they still compile and trace for themselves.",
+    "module_wrapper": "The stand-in in sys.modules is never asked: Tracer.trace writes its flag with a `global` "
+    "statement, into the real module's dictionary.",
+    "thread_local": "A state that is not isolated is still at work: `fx_patch.report()` says which hazards are open.",
 }
 
-_ISOLATED = {
-    "compile_storm": "Every thread has its own tracing flag, its own is_compiling(), its own module patches: threads "
-    "compile beside each other, nothing is locked and nothing is warmed up, and each lane's losses are bit for bit those it has alone.",
-    "make_fx": "The tracing flag and the module patches belong to the thread that traces; the others' calls do not see them.",
-    "symbolic_trace": "nn.Module's hooks dispatch by thread: only the tracing thread enters its tracer, also with two at once.",
-    "unpickle_graph_module": "Unpickling traces again, in its own thread's state only.",
-    "shared_gpu_backward": "A worker's backward runs in the worker (autograd multithreading is off there), so no thread is ever "
-    "needed while compile_lock is held.",
+_WHY_IT_HOLDS = {
+    "compile_storm": "Tracing flag, is_compiling() and module patches belong to the thread that compiles. Nothing is "
+    "locked, nothing is warmed up, and each lane's losses are bit for bit those it has alone.",
+    "make_fx": "The tracing flag and the module patches belong to the thread that traces; others do not see them.",
+    "symbolic_trace": "nn.Module's hooks ask whose thread it is: only the tracing thread enters its tracer, also with "
+    "two traces at once.",
+    "unpickle_graph_module": "Unpickling traces again, and that trace's state is its own thread's only.",
+    "shared_gpu_backward": "A worker's backward runs in the worker (autograd's multithreading is off there), so nobody "
+    "who holds compile_lock waits for a thread that wants it.",
 }
 
 
-def _survived(result: Result) -> str:
+def _why_it_survived(result: Result) -> str:
     """Why a strategy that isolates nothing went through: what this torch's own code says about it."""
     features = result.features
     if result.workload in ("make_fx", "symbolic_trace", "unpickle_graph_module"):
         if not features.get("tracing_flag_is_global"):
             return (
-                "It survives because of torch, not of the strategy: from 2.14 on the tracing flag is thread-local, so other threads' "
-                "compiled calls no longer see a trace. The nn.Module patches are still process-wide: module calls remain in danger."
+                "It survives because of torch, not of the strategy: from 2.14 on the tracing flag is thread-local, so "
+                "compiled calls of others no longer see a trace. nn.Module is still patched for the whole process."
             )
         return "It survives by luck: the flag is a module global in this torch, and no call happened to meet a trace."
     if result.workload == "compile_storm" and not features.get("is_compiling_held_while_compiling"):
         return (
-            "It survives by luck: in this torch the flag is global and is_compiling() is not held during a compile, so a call that "
-            "meets another thread's trace raises; with more steps or threads it will."
+            "It survives by luck: here the flag is global and is_compiling() is not held during a compile, so a call "
+            "that meets another thread's trace raises; with more steps or threads one will."
         )
     if result.workload == "shared_gpu_backward":
-        return "It survives by luck: no lazy backward met a compile of another thread; more shapes make it certain."
+        return "It survives by luck: no lazy backward met another thread's compile; more shapes make it certain."
     return "It survives by luck: no reader happened to look while another thread compiled."
 
 
@@ -173,9 +181,9 @@ def _cost(result: Result) -> str:
     costs = result.costs
     if result.strategy == "main_thread_warmup" and "compiles_in_main" in costs:
         return (
-            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compile(s) in the main "
-            f"thread, after which {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled for themselves all the same"
-            f"; and what it set up stayed in the main thread: {', '.join(costs['stays_in_main']) or 'nothing'}."
+            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compiles in the "
+            f"main thread, after which {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled the same "
+            f"shape once more; what was set up there stayed there: {', '.join(costs['stays_in_main']) or 'nothing'}."
         )
     if result.strategy == "module_wrapper" and costs.get("reaches_the_tracer") is False:
         return "Measured: during a trace the real module's flag was True while the stand-in's was False."
@@ -200,37 +208,37 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     cells = {(result.workload, result.strategy): result for result in results}
     panels = (
         ("steps done (% of planned)", lambda r: 100 * r.steps_done / max(1, r.steps_planned)),
-        ("errors (count)", lambda r: sum(r.errors.values())),
+        ("steps that failed (% of tried)", lambda r: 100 * (r.attempts - r.steps_done) / max(1, r.attempts)),
         ("is_compiling() or tracing seen\nby eager code (% of reads)", _seen),
         ("wall time (s)", lambda r: r.seconds),
     )
     figure = Figure(figsize=(2.4 + 2.7 * len(workloads), 1.6 + len(panels) * (0.6 + 0.26 * len(strategies))))
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), len(workloads), squeeze=False, sharey=True)
+    axes = figure.subplots(len(panels), len(workloads), squeeze=False, sharey=True, sharex="row")
     for column, workload in enumerate(workloads):
         for row, (label, value) in enumerate(panels):
             ax: Axes = axes[row][column]
-            shown = [cells.get((workload, strategy)) for strategy in strategies]
-            for place, result in enumerate(shown):
-                if result is None:
+            for place, strategy in enumerate(strategies):
+                if (result := cells.get((workload, strategy))) is None:
                     continue
                 colour, hatch = _LOOKS[result.outcome]
                 ax.barh(place, value(result), color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+                inside = row == 1 and value(result) > 0
                 ax.annotate(
                     _label(result, row),
-                    (value(result), place),
+                    (0 if inside else value(result), place),
                     (3, 0),
                     textcoords="offset points",
                     va="center",
-                    fontsize=7,
+                    fontsize=6.5,
+                    bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none"} if inside else None,
                 )
             ax.set_xlabel(label, fontsize=8)
-            ax.tick_params(labelsize=8)
+            ax.tick_params(labelsize=8, labelbottom=True)
             ax.spines[["top", "right"]].set_visible(False)
-            if row == 1:
-                ax.set_xscale("symlog", linthresh=1)
-            ax.set_xlim(0, None if row not in (0, 2) else 100)
-            ax.margins(x=0.35)
+    for row, limit in enumerate((100, 100, 130, None)):
+        axes[row][0].set_xlim(0, limit)
+    for column, workload in enumerate(workloads):
         imitated = any(result.imitated for result in results if result.workload == workload)
         axes[0][column].set_title(workload.replace("_", " ") + ("\n(CPU twin)" if imitated else ""), fontsize=10)
     axes[0][0].set_yticks(range(len(strategies)), strategies)
@@ -254,12 +262,19 @@ def _seen(result: Result) -> float:
     return 100 * max(result.leaks.get("is_compiling_seen", 0), result.leaks.get("tracing_seen", 0))
 
 
+_SHORT = {
+    "RuntimeError: FX tracing flag": "flag",
+    "NameError: entered a tracer": "tracer",
+    "AssertionError": "assert",
+}
+
+
 def _label(result: Result, row: int) -> str:
-    """The words at a bar's end: in the first row the outcome, in the others what the number hides."""
-    if row == 0:
-        return "" if result.outcome in ("ok", "leaks", "errors") else result.outcome
-    if row == 1:
-        return f"{sum(result.errors.values()):,}" if result.errors else ""
+    """The words at a bar's end: what the bar's length alone does not say."""
+    if row == 0 and result.outcome in ("hang", "crash"):
+        return result.outcome
+    if row == 1 and result.errors:
+        return errors_in_words(result, _SHORT)
     if row == 2 and result.differences and result.differences["lanes"]:
         return f"{result.differences['lanes']} lanes differ"
     return ""

@@ -94,7 +94,7 @@ class Workload:
         self.context = context
 
     def lane(self, lane: str, index: int) -> Callable[[int], float | None]:
-        """Builds a lane, in the lane's own thread; returns its step function (which returns the loss, if it has one)."""
+        """Builds a lane, in the lane's own thread; returns its step function (step -> loss or None)."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -179,9 +179,11 @@ class _Bystanders(Workload):
     def lane(self, lane: str, index: int) -> Callable[[int], None]:
         context, device = self.context, self.context.device
         compiled = context.compile(_scaled_tanh, lane)
-        eager = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False).to(device)
+        linear = nn.Linear(8, 8)
+        eager = nn.Sequential(linear, nn.Tanh()).requires_grad_(False).to(device)
         x = torch.linspace(-1, 1, 16, device=device).view(2, 8)
-        expected_eager, expected_compiled = torch.tanh(nn.functional.linear(x, eager[0].weight, eager[0].bias)), None
+        expected_eager = torch.tanh(nn.functional.linear(x, linear.weight, linear.bias))
+        expected_compiled = None
 
         def step(number: int) -> None:
             nonlocal expected_compiled
