@@ -86,13 +86,13 @@ def _sound_header(path: Path) -> dict[str, Any]:
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Writes a safetensors file under a temporary name, flushes it and renames it."""
-    _replace_file(path, lambda temporary: save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})}))
+    replace_file(path, lambda temporary: save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})}))
 
 
 def write_json(document: Any, path: Path) -> None:
     """Writes JSON under a temporary name, flushes it and renames it. NaN and infinity are refused."""
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    _replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +131,8 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> Path:
     return path
 
 
-def _replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Lets ``write`` fill a temporary file beside ``path``, flushes it, then puts it in place of ``path``."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         write(temporary)
