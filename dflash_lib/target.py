@@ -14,7 +14,6 @@ import math
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from dflash_lib import packaged
+from dflash_lib.errors import UserError
 from dflash_lib.head import Head
 
 
-class TargetError(ValueError):
+class TargetError(UserError):
     """A target that cannot be had or used as asked. One line: its name, what is wrong, what to do."""
 
 
@@ -269,7 +269,11 @@ class Target:
         read = seen[0].to(rows.device).double()
         measured = float((rows * read).sum() / rows.square().sum().clamp_min(1e-30))
         root = math.sqrt(self.hidden_size)
-        exact = (1.0, float(torch.tensor(root, dtype=self.dtype)), float(getattr(self.config, "embedding_multiplier", 1)))
+        exact = (
+            1.0,
+            float(torch.tensor(root, dtype=self.dtype)),
+            float(getattr(self.config, "embedding_multiplier", 1)),
+        )
         scale = min(exact, key=lambda value: abs(value - measured))
         if not torch.allclose(rows * scale, read, rtol=2e-2, atol=1e-3 * float(read.abs().max())):
             raise TargetError(
@@ -285,7 +289,9 @@ class Target:
         hidden = self.features(self._probe_ids(), last_hidden=True).last_hidden
         ours = self.head.logits(hidden.to(self.head.weight.device)).float().to(own.device)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
-        if own.shape != ours.shape or not torch.allclose(own, ours, rtol=tolerance, atol=tolerance * float(own.abs().max())):
+        if own.shape != ours.shape or not torch.allclose(
+            own, ours, rtol=tolerance, atol=tolerance * float(own.abs().max())
+        ):
             raise TargetError(
                 f"target {self.name!r}: the logits of model type {self.config.model_type!r} are not those of a plain "
                 "head (weight, bias, scale, soft cap); this family is not supported"
@@ -470,7 +476,9 @@ def _find_decoder(model: Any, name: str) -> tuple[Any, Any]:
         layers = getattr(candidate, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers):
             return candidate, layers
-    raise TargetError(f"target {name!r}: {type(model).__name__} has no list of decoder layers; this family is not supported")
+    raise TargetError(
+        f"target {name!r}: {type(model).__name__} has no list of decoder layers; this family is not supported"
+    )
 
 
 def _find_head(model: Any, config: Any, name: str) -> Head:
