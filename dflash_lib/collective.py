@@ -7,9 +7,13 @@ backward: threads meet only when each has finished its own.
 
 from __future__ import annotations
 
+import os
+import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +93,58 @@ class Barrier:
             self._condition.notify_all()
 
 
+class Channel:
+    """A bounded queue from one thread to another that can be closed: whoever waits at either end is then let go."""
+
+    def __init__(self, size: int, *, patience: float = 0.5) -> None:
+        self.size = size
+        self.patience = patience
+        self._items: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, item: Any, on_wait: Callable[[], None] | None = None) -> None:
+        """Waits for room. ``on_wait`` is called once when that takes longer than ``patience`` seconds.
+
+        Raises:
+            Aborted: the channel was closed.
+        """
+        self._wait(lambda: len(self._items) < self.size, on_wait, lambda: self._items.append(item))
+
+    def take(self, on_wait: Callable[[], None] | None = None) -> Any:
+        """Waits for an item; as :meth:`put`."""
+        return self._wait(lambda: bool(self._items), on_wait, lambda: self._items.popleft())
+
+    def close(self) -> None:
+        """Ends both sides' waiting, now and later, and lets go of what lies in the queue."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], on_wait: Callable[[], None] | None, act: Callable[[], Answer]) -> Answer:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or ready(), self.patience):
+                if on_wait is not None:
+                    on_wait()
+                self._changed.wait_for(lambda: self._closed or ready())
+            if self._closed:
+                raise Aborted("the channel is closed")
+            result = act()
+            self._changed.notify_all()
+            return result
+
+
+def join_nodes(timeout: float = 600.0) -> tuple[int, int]:
+    """(this process's number, how many there are): joins the others when torchrun started us, else (0, 1)."""
+    if not dist.is_available():
+        return 0, 1
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 class Team:
     """The threads that share one drafter, thread ``rank`` on ``devices[rank]``; a device may repeat.
 
@@ -104,6 +160,7 @@ class Team:
         self.nodes = dist.get_world_size() if self.across_nodes else 1
         self.node = dist.get_rank() if self.across_nodes else 0
         self._barrier = Barrier(self.size, patience=patience)
+        self._numbers = [0] * self.size
         self._buffers: list[torch.Tensor] = [torch.empty(0)] * self.size
         self._streams: list[Any] = [None] * self.size
         self._done: list[Any] = [None] * self.size
@@ -133,6 +190,22 @@ class Team:
         tensor = torch.tensor(numbers, device=f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
+
+    def strays(self, rank: int, number: int, on_wait: Callable[[list[int]], None] | None = None) -> list[int]:
+        """Ranks whose ``number`` is not the one most threads have; every thread calls it, all get the same answer.
+
+        Where whole nodes differ from each other, all ranks are named.
+        """
+        self._numbers[rank] = number
+
+        def compare() -> list[int]:
+            usual = statistics.mode(self._numbers)
+            low = usual % 2**62
+            if self.agree([low])[0] != -self.agree([-low])[0]:
+                return list(range(self.size))
+            return [other for other, found in enumerate(self._numbers) if found != usual]
+
+        return self._barrier.wait(rank, compare, on_wait)
 
     def sum_(self, rank: int, buffer: torch.Tensor, on_wait: Callable[[list[int]], None] | None = None) -> None:
         """Replaces ``buffer`` by the sum of all threads' buffers, over all nodes; every thread calls it.

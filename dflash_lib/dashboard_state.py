@@ -136,6 +136,7 @@ class Board:
         self.attempt = 1
         self.state = "not started"
         self.error: str | None = None
+        self.process_gib: float | None = None  # memory of the training process, where no lane has its own
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)  # time, step: for the time left
 
     # --- what a view asks -------------------------------------------------------------------------------------
@@ -189,6 +190,18 @@ class Board:
         for lane in self.lanes.values():
             if lane.state not in ENDED:
                 lane.request = what
+
+    def refuse(self, what: str, message: str) -> None:
+        """Takes a request back: the trainer would not have it."""
+        self._fulfilled(what)
+        self.alarm_count += 1
+        self.alarms.append((self.now, "main", message))
+
+    def end(self, state: str, error: str | None = None) -> None:
+        """The run is over, as something other than its events says (its status, or its dead process)."""
+        self.error = self.error or error
+        if not self.ended:
+            self._on_run_finished({"state": state}, self.now)
 
     def _lane(self, event: Mapping[str, Any]) -> Lane | None:
         name = event.get("thread")

@@ -37,7 +37,8 @@ STYLE = """<style>
 .df .small {font-size: 12px; color: var(--jp-ui-font-color2, #555)}
 .df svg {display: block; max-width: 100%; height: auto}
 .df svg text {fill: var(--jp-ui-font-color1, #222); font: 11px var(--jp-ui-font-family, system-ui, sans-serif)}
-.df svg .axis {stroke: var(--jp-ui-font-color3, #999); stroke-width: 1} .df svg .grid {stroke: var(--jp-border-color2, #ddd)}
+.df svg .axis {stroke: var(--jp-ui-font-color3, #999)}
+.df svg .grid {stroke: var(--jp-border-color2, #ddd)}
 .df .scroll {overflow-x: auto} .df ul {margin: 2px 0; padding-left: 18px}
 </style>"""
 
@@ -83,13 +84,14 @@ def header(board: Board, title: str) -> str:
     words, tone = WORDS.get(board.state, (board.state, "quiet"))
     error = f'<div class="bad">{text(board.error)}</div>' if board.error else ""
     attempt = f" · attempt {board.attempt}" if board.attempt > 1 else ""
+    memory = f" · process {board.process_gib:.1f} GiB" if board.process_gib is not None else ""
     return (
         f'<div class="df"><b>{text(title)}</b> <span class="chip {tone}">{text(words)}</span> '
-        f'<span class="small">{duration(board.now)}{attempt}</span>{error}</div>'
+        f'<span class="small">{duration(board.now)}{attempt}{memory}</span>{error}</div>'
     )
 
 
-def progress_label(board: Board) -> str:
+def label(board: Board) -> str:
     """``step 34 of 60 · 1:20 left``."""
     of = f" of {board.steps}" if board.steps else ""
     left = board.seconds_left()
@@ -159,7 +161,7 @@ def losses(board: Board, width: int = 520, height: int = 190) -> str:
         f"<title>{text(lane.name)}</title></path>"
         for i, lane, points in curves
     )
-    return f'<div class="df"><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">{frame}{lines}</svg></div>'
+    return _plot(width, height, frame + lines)
 
 
 def compiles(board: Board, width: int = 520) -> str:
@@ -195,10 +197,7 @@ def compiles(board: Board, width: int = 520) -> str:
     )
     total = sum(lane.compile_seconds for lane in board.lanes.values())
     caption = f'<text x="{left}" y="11">compiles: {len(board.compiles)}, {duration(total)} in all</text>'
-    return (
-        f'<div class="df"><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f"{caption}{axis}{labels}{bars}{legend}</svg></div>"
-    )
+    return _plot(width, height, caption + axis + labels + bars + legend)
 
 
 def merged(compiles: Sequence[Compile], gap: float) -> list[tuple[Compile, float, int]]:
@@ -270,10 +269,14 @@ def page(board: Board, title: str, picture: str = "") -> str:
 def snapshot(board: Board, title: str) -> str:
     """Everything at once, as a fragment of HTML with its style."""
     plots = f'<div style="display:flex;flex-wrap:wrap;gap:16px">{losses(board)}{compiles(board)}</div>'
-    return f"{STYLE}{header(board, title)}{progress_label(board)}{lanes(board)}{plots}{findings(board)}"
+    return f"{STYLE}{header(board, title)}{label(board)}{lanes(board)}{plots}{findings(board)}"
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------
+def _plot(width: int, height: int, inside: str) -> str:
+    return f'<div class="df"><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">{inside}</svg></div>'
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers inside [low, high], about ``about`` of them."""
     span = high - low

@@ -26,20 +26,6 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-KINDS = frozenset(
-    [
-        "step",
-        "compile",
-        "run_started",
-        "checkpoint",
-        "evaluation",
-        "warning",
-        "alarm",
-        "state",
-        "worker_failed",
-        "run_finished",
-    ]
-)
 BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
 Event = dict[str, Any]
@@ -74,6 +60,11 @@ def current_lane() -> tuple[str, str]:
         return _here.lanes[-1]
     thread = threading.current_thread()
     return ("main" if thread is threading.main_thread() else thread.name), "cpu"
+
+
+def in_lane() -> bool:
+    """Whether the current thread is inside a :func:`lane`."""
+    return bool(_here.lanes)
 
 
 def mark_step(step: int | None) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -54,12 +52,14 @@ def execute(
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
+    from .kernel import manager_class
+
     folder = Path(run_dir).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / "notebook.ipynb"
     values = dict(parameters or {})
     write_json(folder / "parameters.json", json.loads(json.dumps(values, default=str)))
-    kernel = _kernel_manager_class(folder)
+    kernel = manager_class(**{RUN_DIR_VARIABLE: str(folder)})
     begun = time.time()
     # papermill warns about every parameter that the tagged cell lacks; RunConfig refuses the wrong ones by name.
     logging.getLogger("papermill").setLevel(logging.ERROR)
@@ -95,7 +95,12 @@ def execute(
     except KeyboardInterrupt:
         _end(folder, "stopped", begun)
         raise
+    except Exception as error:
+        _end(folder, "failed", begun, error)
+        raise
     _end(folder, "completed", begun)
+    if kernel.interrupted:  # the trainer stopped as asked, and the rest of the notebook went well
+        raise KeyboardInterrupt
     return output
 
 
@@ -108,66 +113,16 @@ def _end(folder: Path, state: str, begun: float, error: Any = None) -> None:
     write_status(folder, state, error=error, started=datetime.fromtimestamp(begun, UTC))  # type: ignore[arg-type]
 
 
-def _kernel_manager_class(folder: Path) -> Any:
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
-
-    class ThisPython(AsyncKernelManager):
-        """Starts this interpreter, and lets a first Ctrl-C reach the running cell."""
-
-        interrupted = False
-        if os.name == "posix":
-            transport = "ipc"  # sockets are files: nothing to collide on when many notebooks start at once
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(
-                argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-                env={RUN_DIR_VARIABLE: str(folder)},
-                display_name="Python 3 (ipykernel)",
-                language="python",
-            )
-
-        async def _async_start_kernel(self, **kw: Any) -> None:
-            await super()._async_start_kernel(**kw)
-            loop = asyncio.get_running_loop()
-            # nbclient's own handler ends the kernel at once, and with it the run, in the middle of a step.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
-                    loop.add_signal_handler(number, self._on_signal)
-
-        start_kernel = _async_start_kernel  # type: ignore[assignment]
-
-        def _on_signal(self) -> None:
-            again, type(self).interrupted = type(self).interrupted, True
-            self._sent = asyncio.ensure_future(self._async_signal_kernel(signal.SIGKILL if again else signal.SIGINT))
-
-    return ThisPython
-
-
 @contextlib.contextmanager
 def _progress(folder: Path, title: str) -> Iterator[None]:
-    """A terminal bar fed by the run's own events; between them it says what the run is doing."""
-    from tqdm import tqdm
-
+    """Keeps a :class:`RunProgress` up to date from a thread of its own."""
     ended = threading.Event()
-    bar = tqdm(total=None, desc=title, unit="step", mininterval=0.5 if sys.stderr.isatty() else 10, dynamic_ncols=True)
-    tail = Tail(folder / "events.jsonl")
+    bar = RunProgress(folder, title)
 
     def follow() -> None:
         while not ended.wait(0.5):
-            show()
-        show()
-
-    def show() -> None:
-        for event in tail.poll():
-            if event.get("kind") == "step" and isinstance(event.get("step"), int):
-                config = read_json(folder / "config.json") if bar.total is None else None
-                bar.total = config.get("steps") if isinstance(config, dict) else bar.total
-                bar.update(max(0, event["step"] - bar.n))
-                if isinstance(event.get("loss"), int | float):
-                    bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
-        bar.refresh() if sys.stderr.isatty() else None
+            bar.show()
+        bar.show()
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
     thread.start()
@@ -177,6 +132,40 @@ def _progress(folder: Path, title: str) -> Iterator[None]:
         ended.set()
         thread.join(5)
         bar.close()
+
+
+class RunProgress:
+    """A terminal bar over a run's steps, fed by the run's own events, whichever process writes them."""
+
+    def __init__(self, run_dir: Path, title: str, position: int | None = None) -> None:
+        from tqdm import tqdm
+
+        self.run_dir = run_dir
+        self.live = sys.stderr.isatty()
+        self._tail = Tail(run_dir / "events.jsonl", skip_existing=True)
+        self._bar = tqdm(
+            total=None,
+            desc=title,
+            unit="step",
+            position=position,
+            leave=position is None,
+            dynamic_ncols=True,
+            mininterval=0.5 if self.live else 10,
+        )
+
+    def show(self) -> None:
+        for event in self._tail.poll():
+            if event.get("kind") == "step" and isinstance(event.get("step"), int):
+                if self._bar.total is None:
+                    self._bar.total = (read_json(self.run_dir / "config.json") or {}).get("steps")
+                if isinstance(event.get("loss"), int | float):
+                    self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
+                self._bar.update(max(0, event["step"] - self._bar.n))
+        if self.live:
+            self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 class Tail:
@@ -203,3 +192,21 @@ class Tail:
                 if isinstance(event, dict):
                     events.append(event)
         return events
+
+
+def main(run_dir: Path) -> int:
+    """A sweep's child: runs what ``launch.json`` in the run folder says. Returns the exit code."""
+    plan: dict[str, Any] = read_json(run_dir / "launch.json") or {}
+    write_json(run_dir / "launch.json", {**plan, "pid": os.getpid()})
+    try:
+        execute(plan["notebook"], plan["parameters"], run_dir)
+    except NotebookFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -166,10 +166,11 @@ def run_state(run_dir: str | os.PathLike[str]) -> str:
     state = str(status.get("state"))
     if state != "running":
         return state
-    return "running" if _lives(int(status.get("pid") or 0), Path(run_dir) / "status.json") else "died"
+    return "running" if lives(int(status.get("pid") or 0), Path(run_dir) / "status.json") else "died"
 
 
-def _lives(pid: int, written: Path) -> bool:
+def lives(pid: int, written: Path) -> bool:
+    """Whether the process that wrote its number into the file ``written`` is still at work on this machine."""
     if pid <= 0:
         return False
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .launch import NotebookFailed, Tail, execute
+from .report import draw, frame, history, rows, summary, table
 from .run_folder import (
     new_run_dir,
     read_json,
@@ -14,16 +15,25 @@ from .run_folder import (
     write_status,
     write_text,
 )
+from .sweep import sweep, sweep_file
 
 __all__ = [
     "NotebookFailed",
     "Tail",
+    "draw",
     "execute",
+    "frame",
+    "history",
     "new_run_dir",
     "read_json",
     "read_status",
+    "rows",
     "run_state",
     "runs_root",
+    "summary",
+    "sweep",
+    "sweep_file",
+    "table",
     "write_environment",
     "write_json",
     "write_status",

@@ -1,0 +1,387 @@
+"""Draws a timeline as PNG or SVG: loss, lanes, cache use, seconds by part, worst offenders. Any number of events.
+
+matplotlib's object interface with the Agg and SVG canvases only: safe in any thread, no pyplot.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from .timeline_model import Compile, Lane, Timeline, begins
+from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, Look, clean, look, seconds, subtitle
+
+WIDTH = 13.0  # inches
+DPI = 140
+PIXELS = 1100  # across the lanes; compiles closer together than one of them are drawn as one
+NARROWEST = 2.0 / PIXELS  # of the axis: a compile is never too short to be seen
+MOST_TITLES = 1500  # SVG rectangles with a title of their own; beyond, the longest ones
+INK, FAINT, GRID = "#222222", "#666666", "#E6E6E6"
+STYLE: dict[Any, Any] = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.edgecolor": "#BBBBBB",
+    "axes.labelcolor": FAINT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "text.color": INK,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dflash",
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+Position = Callable[[Lane, float], float]
+
+
+def picture(timeline: Timeline, form: str, *, axis: str = "time") -> bytes:
+    """The timeline as the bytes of a "png" or "svg"; ``axis`` is "time" or "step"."""
+    with rc_context(STYLE):
+        figure, titles = _figure(timeline, "step" if axis == "step" and timeline.has_steps else "time")
+        buffer = io.BytesIO()
+        if form == "png":
+            FigureCanvasAgg(figure)
+            figure.savefig(buffer, format="png", dpi=DPI)
+            return buffer.getvalue()
+        FigureCanvasSVG(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        return _with_titles(buffer.getvalue().decode(), titles).encode("utf-8", "replace")
+
+
+def _figure(timeline: Timeline, axis: str) -> tuple[Figure, dict[str, str]]:
+    offenders = timeline.offenders()[:5]
+    lanes = max(1, len(timeline.lanes))
+    lane_inches = min(0.46, max(0.13, 7.5 / lanes))
+    above = timeline.has_loss or timeline.has_steps
+    cached = any(c.cache_size is not None and c.limit for c in timeline.compiles)
+    parts = [1.5 if above else 0.0, lanes * lane_inches + 0.1, 0.95 if cached else 0.0]
+    table = 0.42 + 0.40 * len(offenders) if offenders else 0.0
+    header, footer, gap = 0.98, 0.55, 0.22
+    height = header + sum(parts) + gap * sum(p > 0 for p in parts[1:]) + footer + table
+    figure = Figure(figsize=(WIDTH, height), facecolor="white")
+    figure.text(0.016, 1 - 0.30 / height, clean(f"Recompile timeline · {timeline.name}", 90), size=14, weight="bold")
+    figure.text(0.016, 1 - 0.54 / height, subtitle(timeline), size=9.5, color=FAINT)
+    left, width, side, side_width = 0.105, 0.655, 0.785, 0.195
+
+    top = height - header
+    axes: list[Axes | None] = []
+    for i, inches in enumerate(parts):
+        if not inches:
+            axes.append(None)
+            continue
+        top -= inches
+        axes.append(figure.add_axes((left, top / height, width, inches / height)))
+        if i == 1:
+            beside = figure.add_axes((side, top / height, side_width, inches / height))
+        top -= gap
+    curve, middle, cache = axes
+    assert middle is not None
+
+    def position(lane: Lane, t: float) -> float:
+        return lane.step_at(t) if axis == "step" else t
+
+    low, high = _range(timeline, axis)
+    titles = _lanes(middle, timeline, position, (low, high))
+    if curve is not None:
+        _curve(curve, timeline, position)
+    if cache is not None:
+        _cache(cache, timeline, position, high)
+    _seconds_by_part(beside, timeline)
+    shown = [a for a in axes if a is not None]
+    for one in shown:
+        one.set_xlim(low, high)
+        one.grid(axis="x", color=GRID, linewidth=0.6, zorder=0)
+        one.set_axisbelow(True)
+        one.tick_params(labelbottom=one is shown[-1], length=0, pad=4)
+    shown[-1].set_xlabel("step" if axis == "step" else "seconds since the run started", size=8.5)
+    _legend(figure, timeline, height)
+    _table(figure, offenders, table, height)
+    return figure, titles
+
+
+def _range(timeline: Timeline, axis: str) -> tuple[float, float]:
+    if axis == "step":
+        numbers = [n for lane in timeline.lanes for n in lane.step_numbers]
+        low, high = float(min(numbers) - 1), float(max(numbers)) + 0.5
+    else:
+        low, high = 0.0, timeline.end
+    if high <= low:
+        high = low + 1.0
+    margin = (high - low) * 0.006
+    return low - margin, high + margin
+
+
+# --- lanes -----------------------------------------------------------------------------------------------------------
+def _lanes(axes: Axes, timeline: Timeline, position: Position, span: tuple[float, float]) -> dict[str, str]:
+    """Draws every compile where and as long as it happened; returns a hover title for each rectangle with a gid."""
+    lanes = timeline.lanes
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_yticks(range(len(lanes)), [_label(lane, len(lanes)) for lane in lanes])
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9 if len(lanes) <= 18 else 5.5)
+    for i in range(0, len(lanes), 2):
+        axes.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0, linewidth=0)
+    if not timeline.compiles:
+        axes.text(0.5, 0.5, "no compile in this run", transform=axes.transAxes, ha="center", va="center", color=FAINT)
+    width = span[1] - span[0]
+    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
+    titled = sorted(timeline.compiles, key=lambda c: -(c.seconds + c.wait))[:MOST_TITLES]
+    own = {id(c) for c in titled} if len(timeline.compiles) > MOST_TITLES else None
+    titles: dict[str, str] = {}
+    for lane in lanes:
+        top, height = -0.34, 0.68 / lane.rows
+        runs: dict[tuple[str, int], list[float]] = {}
+        for c, begin in zip(lane.compiles, begins(lane.compiles), strict=True):
+            x0, x1 = position(lane, c.start), position(lane, c.end)
+            x1 = max(x1, x0 + NARROWEST * width)
+            y = c.lane + top + c.row * height
+            if c.wait and (w := position(lane, begin)) < x0 - NARROWEST * width / 2:
+                _merge(runs, boxes, "waiting", (w, x0), c.lane + top + c.row * height, height, c.row, width)
+            if own is None or id(c) in own:
+                gid = f"compile-{len(titles)}"
+                titles[gid] = title(c, lane)
+                axes.add_patch(_rectangle((x0, x1), y, height, look(c.cls), width, gid))
+            else:
+                _merge(runs, boxes, c.cls, (x0, x1), y, height, c.row, width)
+        for (cls, row), (x0, x1) in runs.items():
+            _add(boxes, cls, x0, x1, lanes.index(lane) + top + row * height, height, width)
+    for (cls, hatched), polygons in boxes.items():
+        style = WAITING if cls == "waiting" else look(cls)
+        axes.add_collection(
+            PolyCollection(
+                polygons,
+                facecolors=style.colour,
+                edgecolors="white" if hatched else "none",
+                linewidths=0.4 if hatched else 0.0,
+                hatch=style.hatch if hatched else None,
+                zorder=2 if cls == "waiting" else 3,
+            ),
+            autolim=False,
+        )
+    return titles
+
+
+def _merge(
+    runs: dict[tuple[str, int], list[float]],
+    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]],
+    cls: str,
+    x: tuple[float, float],
+    y: float,
+    height: float,
+    row: int,
+    width: float,
+) -> None:
+    """Joins boxes of a class that are less than a pixel apart: a hundred thousand of them are drawn as what one sees."""
+    run = runs.get((cls, row))
+    if run is not None and x[0] - run[1] < width / PIXELS:
+        run[1] = max(run[1], x[1])
+        return
+    if run is not None:
+        _add(boxes, cls, run[0], run[1], y, height, width)
+    runs[cls, row] = [*x]
+
+
+def _add(
+    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]],
+    cls: str,
+    x0: float,
+    x1: float,
+    y: float,
+    height: float,
+    width: float,
+) -> None:
+    hatched = x1 - x0 > 5 * width / PIXELS
+    corners = [(x0, y), (x1, y), (x1, y + height), (x0, y + height)]
+    boxes.setdefault((cls, hatched), []).append(corners)
+
+
+def _rectangle(x: tuple[float, float], y: float, height: float, style: Look, width: float, gid: str) -> Rectangle:
+    wide = x[1] - x[0] > 5 * width / PIXELS
+    return Rectangle(
+        (x[0], y),
+        x[1] - x[0],
+        height,
+        facecolor=style.colour,
+        edgecolor="white" if wide else "none",
+        linewidth=0.4 if wide else 0.0,
+        hatch=style.hatch if wide else None,
+        zorder=3,
+        gid=gid,
+    )
+
+
+def _label(lane: Lane, lanes: int) -> str:
+    device = f"\n{lane.device}" if lane.device and lanes <= 18 else ""
+    return clean(lane.name, 26) + clean(device, 12).join(["\n", ""]) if device else clean(lane.name, 26)
+
+
+def title(c: Compile, lane: Lane) -> str:
+    """What a compile says of itself when pointed at."""
+    lines = [f"{look(c.cls).label}: {c.frame}", f"{lane.name}, {seconds(c.seconds)} from {c.start:.2f} s"]
+    if c.step is not None:
+        lines[1] += f", step {c.step}"
+    if c.wait > 0.005:
+        lines.append(f"waited {seconds(c.wait)} before")
+    if c.change:
+        lines.append(c.change)
+    if where := c.source or (f"{c.file}:{c.line}" if c.file else None):
+        lines.append(where)
+    if c.cache_size is not None and c.limit:
+        lines.append(f"cache {c.cache_size} of {c.limit}")
+    return "\n".join(clean(line, 200) for line in lines)
+
+
+def _with_titles(svg: str, titles: dict[str, str]) -> str:
+    def add(match: re.Match[str]) -> str:
+        return f"{match[0]}<title>{escape(titles[match[1]])}</title>" if match[1] in titles else match[0]
+
+    return re.sub(r'<g id="(compile-\d+)">', add, svg)
+
+
+# --- around the lanes ------------------------------------------------------------------------------------------------
+def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
+    """Loss of every thread, or the time of its steps where no loss is known."""
+    loss = timeline.has_loss
+    alone = len(timeline.lanes) <= 8
+    everything: list[float] = []
+    for i, lane in enumerate(timeline.lanes):
+        values = lane.losses if loss else lane.step_seconds
+        points = [(position(lane, t), v) for t, v in zip(lane.step_ends, values, strict=True)]
+        points = points[:: max(1, len(points) // 4000)]
+        if not points:
+            continue
+        x, y = np.array(points).T
+        everything.extend(y[np.isfinite(y)])
+        colour = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#999999")[i % 8]
+        style = ("-", "--", "-.", ":")[i % 4]
+        axes.plot(
+            x,
+            y,
+            color=colour,
+            linestyle=style,
+            linewidth=1.3 if alone else 0.6,
+            alpha=1.0 if alone else 0.5,
+            label=clean(lane.name, 20),
+            marker="o" if len(x) == 1 else None,
+            markersize=3,
+        )
+    axes.set_ylabel("loss" if loss else "seconds a step", size=8.5)
+    if not loss and everything and min(everything) > 0 and max(everything) > 30 * float(np.median(everything)):
+        axes.set_yscale("log")
+    if alone and everything:
+        axes.legend(fontsize=7.5, frameon=False, loc="upper right", ncols=min(4, len(timeline.lanes)), labelcolor=FAINT)
+
+
+def _cache(axes: Axes, timeline: Timeline, position: Position, high: float) -> None:
+    """Cache entries of each function over time, against the limit past which it runs eagerly."""
+    series: dict[tuple[int, str, str | None, int | None], list[tuple[float, int]]] = {}
+    limits: set[int] = set()
+    for lane in timeline.lanes:
+        for c in lane.compiles:
+            if c.cache_size is not None and c.limit and c.cls != "backward":
+                series.setdefault((c.lane, c.frame, c.file, c.line), []).append((position(lane, c.end), c.cache_size))
+                limits.add(c.limit)
+    ranked = sorted(series.values(), key=lambda points: -max(size for _, size in points))[:40]
+    for i, points in enumerate(reversed(ranked)):
+        x, y = np.array([*points, (high, points[-1][1])]).T
+        fullest = i == len(ranked) - 1
+        axes.step(x, y, where="post", color="#0072B2" if fullest else "#AAAAAA", linewidth=1.6 if fullest else 0.8)
+    top = max(max(size for _, size in points) for points in series.values())
+    for limit in sorted(limits):
+        if limit <= max(16, 2 * top):
+            axes.axhline(limit, color="#D55E00", linestyle=(0, (4, 2)), linewidth=1.1)
+            axes.annotate(
+                f"limit {limit}", (1, limit), xycoords=("axes fraction", "data"), xytext=(-4, -3),
+                textcoords="offset points", ha="right", va="top", size=7.5, color="#A84600",
+            )  # fmt: skip
+    near = [limit for limit in limits if limit <= max(16, 2 * top)]
+    axes.set_ylim(0, max([top, *near]) * 1.12 + 0.2)
+    axes.set_ylabel("cache entries", size=8.5)
+    (lane, frame, _, _), points = max(series.items(), key=lambda item: max(size for _, size in item[1]))
+    fullest_name = clean(f"fullest: {frame} in {timeline.lanes[lane].name}", 70)
+    axes.text(0.006, 0.92, fullest_name, transform=axes.transAxes, size=7.5, color="#0072B2", va="top")
+
+
+def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
+    """Beside each lane its seconds: Dynamo, AOTAutograd, Inductor, Triton, waiting; in bold what was wasted."""
+    lanes = timeline.lanes
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_yticks([])
+    left = np.zeros(len(lanes))
+    split = [lane.parts() for lane in lanes]
+    longest = max([sum(parts.values()) for parts in split], default=0.0) or 1.0
+    for part, style in PART_LOOKS.items():
+        values = np.array([parts[part] for parts in split])
+        if len(lanes):
+            axes.barh(
+                range(len(lanes)), values, left=left, height=0.62, color=style.colour, hatch=style.hatch,
+                edgecolor="white", linewidth=0.4,
+            )  # fmt: skip
+            left = left + values
+    for i, lane in enumerate(lanes):
+        if lane.wasted > 0.005 and len(lanes) <= 32:
+            text = f" {seconds(lane.wasted)} wasted"
+            axes.text(left[i], i, text, va="center", size=7.5, color=INK, weight="bold")
+    axes.set_xlim(0, longest * 1.55)
+    axes.tick_params(length=0, labelsize=7.5)
+    axes.set_xlabel("seconds by thread", size=8.5)
+    present = [style for part, style in PART_LOOKS.items() if any(parts[part] > 0 for parts in split)]
+    if present:
+        handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=s.label) for s in present]
+        axes.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, fontsize=7.5,
+            handlelength=1.4, columnspacing=1.0, labelcolor=FAINT,
+        )  # fmt: skip
+
+
+def _legend(figure: Figure, timeline: Timeline, height: float) -> None:
+    present = set(timeline.by_class())
+    looks = [style for cls, style in CLASS_LOOKS.items() if cls in present]
+    looks += [look(cls) for cls in present - set(CLASS_LOOKS)][:1]
+    if any(c.wait > 0.005 for c in timeline.compiles):
+        looks.append(WAITING)
+    handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=s.label) for s in looks]
+    if handles:
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=(0.009, 1 - 0.60 / height), ncols=len(handles),
+            frameon=False, fontsize=8.5, handlelength=1.8, handleheight=0.9, columnspacing=1.6,
+        )  # fmt: skip
+
+
+def _table(figure: Figure, offenders: list[Any], inches: float, height: float) -> None:
+    if not offenders:
+        return
+    y = inches - 0.16
+    figure.text(0.016, y / height, "Worst offenders", size=10, weight="bold", va="top")
+    for offender in offenders:
+        y -= 0.40
+        cost = f"{seconds(offender.wasted)}"
+        where = f"  ({_short_path(offender.where)})" if offender.where else ""
+        change = f": {offender.changes[0]}" if offender.changes else ""
+        more = f" and {len(offender.changes) - 1} more" if len(offender.changes) > 1 else ""
+        count = f"{offender.count}×"
+        figure.text(0.060, y / height, cost, size=9, weight="bold", ha="right", va="bottom")
+        text = f"{count} {offender.frame}{change}{more}{where}"
+        figure.text(0.070, (y + 0.02) / height, clean(text, 150), size=8.8, va="bottom")
+        figure.text(0.070, (y - 0.02) / height, clean(offender.advice, 170), size=8.2, color=FAINT, va="top")
+
+
+def _short_path(where: str) -> str:
+    return "/".join(where.replace("\\", "/").split("/")[-2:])
