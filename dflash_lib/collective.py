@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -90,6 +91,48 @@ class Barrier:
         self._aborted = True
         with self._condition:
             self._condition.notify_all()
+
+
+class Channel:
+    """A bounded queue from one thread to another that can be closed: whoever waits at either end is then let go."""
+
+    def __init__(self, size: int, *, patience: float = 0.5) -> None:
+        self.size = size
+        self.patience = patience
+        self._items: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, item: Any, on_wait: Callable[[], None] | None = None) -> None:
+        """Waits for room. ``on_wait`` is called once when that takes longer than ``patience`` seconds.
+
+        Raises:
+            Aborted: the channel was closed.
+        """
+        self._wait(lambda: len(self._items) < self.size, on_wait, lambda: self._items.append(item))
+
+    def take(self, on_wait: Callable[[], None] | None = None) -> Any:
+        """Waits for an item; as :meth:`put`."""
+        return self._wait(lambda: bool(self._items), on_wait, lambda: self._items.popleft())
+
+    def close(self) -> None:
+        """Ends both sides' waiting, now and later, and lets go of what lies in the queue."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], on_wait: Callable[[], None] | None, act: Callable[[], Answer]) -> Answer:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or ready(), self.patience):
+                if on_wait is not None:
+                    on_wait()
+                self._changed.wait_for(lambda: self._closed or ready())
+            if self._closed:
+                raise Aborted("the channel is closed")
+            result = act()
+            self._changed.notify_all()
+            return result
 
 
 def join_nodes(timeout: float = 600.0) -> tuple[int, int]:

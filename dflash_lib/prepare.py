@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data
+from . import checkpoint, data, runs
 from . import target as targets
+from .collective import Team
 from .config import ConfigError, RunConfig
 from .drafter import DrafterConfig
+from .features import Ends
 from .target import Target
 
 
@@ -54,10 +56,60 @@ def check_devices(field_name: str, names: list[str] | str, count: int | None = N
     return found
 
 
+def target_devices(config: RunConfig) -> list[torch.device]:
+    """Devices of dedicated target threads; none in the other modes.
+
+    Raises:
+        ConfigError: a device that is not there, or a mode that does not exist yet.
+    """
+    if config.target_mode == "cached":
+        raise ConfigError("target_mode: 'cached' does not exist yet; use 'shared' or 'dedicated'")
+    return check_devices("target_devices", config.target_devices) if config.target_devices else []
+
+
 def demo_devices(lanes: int = 3) -> list[str] | str:
     """Devices of the demo: at least ``lanes`` threads on the GPUs that are there, else ``"auto"``, two on the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [f"cuda:{i % count}" for i in range(max(lanes, count))] if count else "auto"
+
+
+class Rows:
+    """One worker's share of every step's rows: a function of the step alone, so that nothing is shared by threads.
+
+    The rows of a step are the next ``nodes x threads x accumulation x rows`` of an endless order, which (seed, epoch)
+    decide; a resumed run goes on at its position, with any number of threads.
+    """
+
+    def __init__(self, ready: Ready, config: RunConfig, team: Team, rank: int, seed: int, start: int, first_step: int):
+        self.ready, self.config, self.seed = ready, config, seed
+        self.place, self.workers = team.node * team.size + rank, team.nodes * team.size
+        self.start, self.first_step = start, first_step
+
+    def position(self, step: int) -> int:
+        """Rows used by the steps before ``step`` (from 0)."""
+        per_step = self.workers * self.config.accumulation * self.config.rows
+        return self.start + (step - self.first_step) * per_step
+
+    def step(self, step: int) -> list[data.RowBatch]:
+        config, rows = self.config, self.ready.dataset.rows
+        found = []
+        for part in range(config.accumulation):
+            first = self.position(step) + (part * self.workers + self.place) * config.rows
+            places = [divmod(place, len(rows)) for place in range(first, first + config.rows)]
+            epoch = places[0][0]
+            picked = [rows[data.order(len(rows), self.seed, e)[i]] for e, i in places]
+            longest = max(len(row.input_ids) for row in picked)
+            length = next((b for b in self.ready.buckets or [] if b >= longest), longest) if config.bucket_lengths else longest
+            ids = torch.zeros(len(picked), length, dtype=torch.long)
+            mask = torch.zeros(len(picked), length, dtype=torch.bool)
+            for index, row in enumerate(picked):
+                ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
+                mask[index, : len(row.input_ids)] = torch.tensor(row.response_mask)
+            found.append(data.RowBatch([row.id for row in picked], epoch, ids, mask, None, length))
+        return found
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"position": self.position(step)}
 
 
 @dataclass
@@ -65,18 +117,33 @@ class Ready:
     """Everything the threads share: read-only from here on."""
 
     target: Target
-    on_device: dict[torch.device, Target]
+    on_device: dict[torch.device, Target]  # where whole targets are
+    ends: dict[torch.device, Ends]  # embedding and head, on every drafter's device
     dataset: data.Dataset
     buckets: list[int] | None
     drafter: DrafterConfig
     prompts: list[list[int]]
     warm: dict[str, torch.Tensor] | None = None
-    resumed: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # of each worker; empty: a new run
+
+    @property
+    def first_step(self) -> int:
+        """Optimizer steps finished before this run goes on."""
+        return int(self.resumed[0]["replica"]["step"]) if self.resumed else 0
+
+    def rows(self, config: RunConfig, team: Team, index: int, rank: int, seed: int) -> Rows:
+        """The share of the worker of that index, which is ``rank`` in its team."""
+        start = int(self.resumed[index]["rows"]["position"]) if self.resumed else 0
+        return Rows(self, config, team, rank, seed, start, self.first_step)
 
 
 def load(
-    config: RunConfig, places: list[torch.device], *, target: Target | None = None, dataset: data.Dataset | None = None
+    config: RunConfig,
+    places: list[torch.device],
+    target_places: list[torch.device],
+    target: Target | None = None,
+    dataset: data.Dataset | None = None,
+    heldout: data.Dataset | None = None,
 ) -> Ready:
     """Loads target, data and, for a resumed or warm run, weights; checks what can be checked before a thread starts.
 
@@ -92,9 +159,10 @@ def load(
             mask_token=config.mask_token,
             trust_remote_code=config.trust_remote_code,
         )
-    heldout = data.load(
-        config.heldout_data, target, split="heldout", max_length=config.max_length, thinking=config.thinking
-    )
+    if heldout is None:
+        heldout = data.load(
+            config.heldout_data, target, split="heldout", max_length=config.max_length, thinking=config.thinking
+        )
     if dataset is None:
         dataset = data.load(
             config.train_data,
@@ -104,45 +172,60 @@ def load(
             thinking=config.thinking,
             heldout=heldout,
         )
-    on_device = {place: target.to(place) for place in dict.fromkeys(places)}
-    drafter = DrafterConfig.from_target(on_device[places[0]], config)
+    on_device = {place: target.to(place) for place in dict.fromkeys(target_places or places)}
+    drafter = DrafterConfig.from_target(on_device[(target_places or places)[0]], config)
     if target.dtype == torch.float64:  # proofs run in double precision from end to end
         drafter = dataclasses.replace(drafter, dtype=torch.float64)
     ready = Ready(
         target=target,
         on_device=on_device,
+        ends={place: Ends.of(on_device.get(place, target), place) for place in dict.fromkeys(places)},
         dataset=dataset,
         buckets=config.buckets or data.buckets([len(row.input_ids) for row in dataset.rows]),
         drafter=drafter,
         prompts=[_prompt(row) for row in heldout.rows[: config.evaluate_prompts]],
     )
-    if config.resume:
-        ready.resumed = checkpoint.load_training(config.resume)
-        if int(ready.resumed["step"]) >= config.steps:
-            raise ConfigError(
-                f"steps: {config.resume} is at step {ready.resumed['step']} already; ask for more than that"
-            )
+    ready.resumed = _resumed(config, len(places))
     if config.warm_start:
         loaded = checkpoint.load(config.warm_start, target=target)
         ready.warm = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
     return ready
 
 
+def _resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
+    """The training state of every worker; in independent mode each has its own checkpoint.
+
+    Raises:
+        ConfigError: nothing is left to do. CheckpointError: there is no such checkpoint.
+    """
+    if not config.resume:
+        return []
+    folder = checkpoint.resolve(config.resume).absolute()
+    state = checkpoint.load_training(folder)
+    if state["step"] >= config.steps:
+        raise ConfigError(f"steps: {folder} is at step {state['step']} already; ask for more than that")
+    if config.mode == "averaged":
+        return [state] * workers
+    others = [folder.parent.parent / f"drafter-{index}" / "checkpoints" / folder.name for index in range(1, workers)]
+    return [state, *map(checkpoint.load_training, others)]
+
+
+def run_dir(config: RunConfig) -> Path:
+    """The run's folder; a resumed run goes on in the folder that its checkpoint lies in, unless told otherwise.
+
+    Raises:
+        ConfigError, CheckpointError: a folder or a checkpoint that cannot be used.
+    """
+    if config.resume and not config.run_dir:
+        folder = checkpoint.resolve(config.resume).absolute()
+        if folder.parent.name == "checkpoints":
+            config = config.model_copy(update={"run_dir": str(folder.parent.parent)})
+    return runs.new_run_dir(config)
+
+
 def _prompt(row: data.Row) -> list[int]:
     """What comes before the first answer."""
     return row.input_ids[: row.response_mask.index(True)]
-
-
-def resume_run_dir(config: RunConfig) -> Path | None:
-    """The run folder that a resumed checkpoint lies in, so that the run goes on there; None when it lies elsewhere.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-    if not config.resume:
-        return None
-    folder = checkpoint.resolve(config.resume).absolute()
-    return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
 @contextmanager
@@ -168,8 +251,3 @@ def torch_settings(config: RunConfig, shapes: int | None) -> Iterator[None]:
             stack.enter_context(torch._inductor.config.patch(force_disable_caches=True))
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         yield
-
-
-def intra_op_threads(workers: int) -> int:
-    """Threads that one operation of one worker may use on a CPU."""
-    return max(1, (os.cpu_count() or 1) // workers)

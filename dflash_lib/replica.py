@@ -21,8 +21,9 @@ from .blocks import Blocks
 from .config import RunConfig
 from .drafter import Drafter
 from .head import Head
-from .loss import NEED_TARGET, LossResult, drafter_loss
+from .loss import LossResult, drafter_loss
 
+CPU_CHUNK_LOGITS = 2**24  # 64 MiB in float32
 ALIGNMENT = 64  # elements: every parameter starts on a 128-byte border, as compiled kernels and GEMMs like it
 
 
@@ -99,7 +100,6 @@ class Replica:
         self.device = device
         self.step = 0
         self.layer, self.chunk = layer, chunk
-        self.needs_last_hidden = config.objective in NEED_TARGET or config.label_source == "argmax"
         self.drafter = drafter.to(device)
         self._layout = _layout(self.drafter)
         length = self._layout.length
@@ -163,6 +163,7 @@ class Replica:
             target_hidden=target_hidden,
             label_source=self.config.label_source,
             chunk=self.chunk,
+            chunk_blocks=self._chunk_blocks(head),
         )
         result.loss_sum.backward()
         with torch.no_grad():
@@ -170,6 +171,12 @@ class Replica:
             self._own += measured
             self._tail += torch.cat([measured, result.correct.to(measured), result.counted.to(measured)])
         return result
+
+    def _chunk_blocks(self, head: Head) -> int | None:
+        """On a CPU small chunks: they stay in its caches, and every lane's logits lie in the same memory."""
+        if self.device.type != "cpu":
+            return None
+        return max(1, CPU_CHUNK_LOGITS // (head.vocab_size * (self.config.block_size - 1)))
 
     @torch.no_grad()
     def update(self) -> Pending:

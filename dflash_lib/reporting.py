@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +36,15 @@ class Reporter:
         """Names the threads that this one waits for; given to the team's meetings."""
         self.show("waiting_others", "for " + ", ".join(self.lanes[rank] for rank in missing))
 
-    def stepped(self, step: int, figures: Pending, **fields: Any) -> None:
-        """A finished step; ``fields`` are those of the contract that the device does not know."""
+    def stepped(self, step: int, figures: Pending, began: float, **fields: Any) -> None:
+        """A step is through the host; ``fields`` are those of the contract that the device does not know.
+
+        The step's seconds run from ``began`` (of ``time.monotonic``) until the device has done the step before, so
+        that they add up to the time that passes.
+        """
         self.flush()
         self.step = step
-        self._due = (figures, {"step": step, **fields})
+        self._due = (figures, {"step": step, "seconds": round(time.monotonic() - began, 6), **fields})
         if not self.late:
             self.flush()
         if self.state == "waiting_others":

@@ -8,13 +8,14 @@ import contextvars
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from . import fx_patch, prepare, runs, timeline
+from . import fx_patch, prepare, runs, summary, timeline
+from .launch import _progress as progress_bar
 
 if TYPE_CHECKING:
     from .threads import DrafterWorker, TargetWorker, Trainer
@@ -31,8 +32,8 @@ class Run:
         state: "running", "completed", "failed" or "stopped".
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, *, progress: bool = False) -> None:
+        self.trainer, self._progress = trainer, progress
         self.dir: Path = trainer.run_dir
         self.state: runs.State = "running"
         self.error: BaseException | None = None
@@ -71,6 +72,8 @@ class Run:
             self._settings.enter_context, prepare.torch_settings(trainer.config, shapes)
         )
         self._settings.enter_context(trainer.monitor)
+        if self._progress and trainer.node == 0:
+            self._settings.enter_context(progress_bar(self.dir, trainer.config.name))
         self._listen_for_sigterm()
         atexit.register(self._at_exit)
         self._threads = [
@@ -167,22 +170,27 @@ class Run:
         try:
             self._context.run(self._settings.close)
             trainer.log.emit("run_finished", step=self._step() or None, state=state)
-            if trainer.node == 0 and self._threads:
-                self._draw()
+            self.state = state
+            self._leave_pictures()
             self._write_status(state)
         finally:
             self.state = state
             atexit.unregister(self._at_exit)
             self._finished.set()
 
-    def _draw(self) -> None:
-        """Pictures are a view of the log: without matplotlib, or with a fault in them, the run is still what it is."""
-        try:
-            timeline.draw_all(self.dir)
-        except ImportError:
-            pass
-        except Exception as error:
-            self.trainer.log.emit("warning", message=f"pictures were not drawn: {type(error).__name__}: {error}")
+    def _leave_pictures(self) -> None:
+        """Views of the log: without matplotlib, or with a fault in one of them, the run is still what it is."""
+        steps: list[Callable[[], Any]] = list(self.trainer.at_finish)
+        if self.trainer.node == 0 and self._threads:
+            steps += [lambda: timeline.draw_all(self.dir), lambda: summary.draw_losses(self.dir)]
+        for step in steps:
+            try:
+                step()
+            except ImportError:
+                continue
+            except Exception as error:
+                message = f"a picture was not drawn: {type(error).__name__}: {error}"
+                self.trainer.log.emit("warning", message=message)
 
     def _step(self) -> int:
         return max((worker.reporter.step for worker in self.trainer.workers), default=0)

@@ -6,56 +6,48 @@ compiled call, a forward or a backward, and there is no warm-up: fx_patch isolat
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from . import checkpoint, collective, data, evaluate, events, fx_patch, prepare, runs
+from . import checkpoint, collective, data, events, fx_patch, prepare, run_folder
 from .blocks import block_mask, context_positions, draw_anchors, make_blocks, visible_dense
-from .collective import Aborted, Team
+from .collective import Aborted, Channel, Team
 from .compile_monitor import CompileMonitor
 from .config import ConfigError, RunConfig
 from .control import Control, Request, Wishes
 from .drafter import Drafter, layer_forward
 from .events import EventLog
-from .loss import loss_chunk
+from .features import AHEAD, Fed, Own, TargetWorker
+from .loss import NEED_TARGET, loss_chunk
 from .replica import Replica
-from .reporting import Reporter
+from .summary import summary
 from .supervise import Run
 from .target import Target
+from .worker import Worker
 
-__all__ = ["DrafterWorker", "Run", "Trainer"]
+__all__ = ["DrafterWorker", "Run", "TargetWorker", "Trainer", "summary"]
 
 
-class DrafterWorker:
+class DrafterWorker(Worker):
     """One drafter thread: its lane, its device, its replica, its share of every step's rows."""
 
     def __init__(self, trainer: Trainer, index: int, team: Team, rank: int, seed: int) -> None:
-        self.trainer, self.config, self.log, self.control = trainer, trainer.config, trainer.log, trainer.control
-        self.team, self.rank, self.seed = team, rank, seed
-        self.lane, self.device = trainer.lanes[index], trainer.devices[index]
-        self.folder = trainer.run_dir if rank == index else trainer.run_dir / self.lane
-        self.target = trainer.ready.on_device[self.device]
-        self.rows = trainer.ready.rows(self.config, team, rank, seed)
-        self.resumed = trainer.ready.resumed(self.config, index)
-        self.reporter = Reporter(self.log, [trainer.lanes[i] for i in range(len(trainer.lanes)) if team.size > 1 or i == index], late=self.device.type == "cuda")
-        self.saved = 0  # step of the last checkpoint
-
-    def main(self) -> None:
-        """The thread's whole life; an error goes to the trainer, which ends the others."""
-        with events.lane(self.lane, str(self.device)):
-            self.reporter.show("starting")
-            try:
-                with fx_patch.worker_context(), self.on_device():
-                    self.work()
-            except Aborted:
-                self.reporter.show("stopped")
-            except BaseException as error:
-                self.reporter.show("failed", detail=f"{type(error).__name__}: {error}")
-                self.trainer.failed(self.lane, error)
+        lane, device, ready = trainer.lanes[index], trainer.devices[index], trainer.ready
+        super().__init__(trainer, lane, device, trainer.lanes if team.size > 1 else [lane])
+        self.control, self.team, self.rank, self.seed = trainer.control, team, rank, seed
+        self.folder = trainer.run_dir if rank == index else trainer.run_dir / lane
+        self.rows = ready.rows(self.config, team, index, rank, seed)
+        self.resumed = ready.resumed[index] if ready.resumed else None
+        self.ends = ready.ends[device]
+        self.last_hidden = self.config.objective in NEED_TARGET or self.config.label_source == "argmax"
+        self.channel = Channel(AHEAD)
+        self.source: Own | Fed = Fed(self.channel, lane, self.wait_for_target)
+        if self.config.target_mode == "shared":
+            self.source = Own(ready.on_device[device], self.last_hidden)
+        self.saved = -1  # step of the last checkpoint
 
     # --- the loop -------------------------------------------------------------------------------------------------
     def work(self) -> None:
@@ -75,9 +67,9 @@ class DrafterWorker:
             self.reporter.stepped(
                 replica.step,
                 figures,
+                began,
                 tokens=sum(batch.tokens for batch in batches),
                 rows=sum(len(batch.row_ids) for batch in batches),
-                seconds=round(time.monotonic() - began, 6),
                 lr=replica.lr,
                 bucket=max(batch.input_ids.shape[1] for batch in batches),
             )
@@ -86,8 +78,8 @@ class DrafterWorker:
 
     def learn_from(self, batch: data.RowBatch, replica: Replica) -> None:
         """One batch, from token ids to gradients: features, anchors, blocks, mask, drafter, loss, backward."""
-        config, target, documents = self.config, self.target, batch.document_ids
-        seen = target.features(batch.input_ids, document_ids=documents, last_hidden=replica.needs_last_hidden)
+        config, ends, documents = self.config, self.ends, batch.document_ids
+        seen = self.source.features(batch)
         anchors, keep = draw_anchors(
             batch.response_mask,
             config.anchors,
@@ -105,7 +97,7 @@ class DrafterWorker:
             keep,
             block_size=config.block_size,
             gamma=None if config.objective == "dpace" else config.decay,
-            mask_token_id=target.mask_token_id,
+            mask_token_id=ends.mask_token_id,
             document_ids=documents,
         ).to(self.device)
         rows, length = batch.input_ids.shape
@@ -113,11 +105,11 @@ class DrafterWorker:
         form = block_mask if self.device.type == "cuda" else visible_dense
         replica.accumulate(
             seen.features,
-            target.embed(blocks.inputs),
+            ends.embed(blocks.inputs),
             context_positions(on_device, length, rows, self.device),
             blocks,
             form(blocks.anchors, blocks.keep, length, config.block_size, on_device, config.sliding_window),
-            target.head,
+            ends.head,
             None if seen.last_hidden is None else blocks.predicting(seen.last_hidden),
         )
 
@@ -129,8 +121,8 @@ class DrafterWorker:
         if ready.warm is not None:
             drafter.load_state_dict(ready.warm, strict=False)
         replica = Replica(drafter, self.config, self.device, **self.entry_points())
-        if ready.resumed is not None:
-            replica.load_state(ready.resumed["replica"])
+        if self.resumed is not None:
+            replica.load_state(self.resumed["replica"])
             self.reporter.step = replica.step
         self.reporter.show("running")
         return replica
@@ -161,17 +153,11 @@ class DrafterWorker:
             self.save(replica)
         self.reporter.show("stopped" if stopped else "finished")
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """This thread's GPU, and a stream of its own where it shares the GPU with other threads."""
-        if self.device.type != "cuda":
-            torch.set_num_threads(prepare.intra_op_threads(len(self.trainer.devices)))
-            yield
-            return
-        torch.cuda.set_device(self.device)
-        shared = self.trainer.devices.count(self.device) > 1
-        with torch.cuda.stream(torch.cuda.Stream(self.device)) if shared else contextlib.nullcontext():
-            yield
+    def leave(self) -> None:
+        self.channel.close()
+
+    def wait_for_target(self) -> None:
+        self.reporter.show("waiting_others", "for features of a target thread")
 
     # --- step boundaries ------------------------------------------------------------------------------------------
     def at_boundary(self, replica: Replica, seen: Wishes) -> Wishes:
@@ -199,32 +185,37 @@ class DrafterWorker:
     def save(self, replica: Replica) -> None:
         """A whole checkpoint, or none. The other threads go on meanwhile, until they need this one's gradients."""
         self.reporter.flush()
-        if self.team.node > 0 or self.saved == replica.step:
+        if self.team.node > 0:
             return
         path = self.folder / "checkpoints" / f"step-{replica.step:06d}"
-        state = {"replica": replica.state(), "rows": self.rows.state(replica.step)}
-        checkpoint.save(replica.drafter, path, step=replica.step, extra_state=state, target=self.target.name)
-        checkpoint.prune(self.folder, self.config.keep_checkpoints)
-        self.saved = replica.step
+        if self.saved != replica.step:
+            state = {"replica": replica.state(), "rows": self.rows.state(replica.step)}
+            name = self.trainer.ready.target.name
+            checkpoint.save(replica.drafter, path, step=replica.step, extra_state=state, target=name)
+            checkpoint.prune(self.folder, self.config.keep_checkpoints)
+            self.saved = replica.step
         self.log.emit("checkpoint", step=replica.step, path=str(path.relative_to(self.trainer.run_dir)))
 
     def evaluate(self, replica: Replica) -> None:
         """Real speculative decoding on held-out prompts, in this thread, with the weights as they are now."""
         self.reporter.flush()
-        if self.team.node > 0:
+        target = self.trainer.ready.on_device.get(self.device)
+        if self.team.node > 0 or target is None:
             return
+        from . import evaluate
+
         self.reporter.show("running", "evaluating")
         found = evaluate.evaluate(
-            self.target,
+            target,
             replica.drafter,
             {"heldout": self.trainer.ready.prompts},
             temperature=self.config.temperature,
             max_new_tokens=self.config.evaluate_tokens,
             step=replica.step,
         )
-        first = found["sets"][0]
-        fields = {name: first[name] for name in ("prompts", "tau_mean", "tau_pooled", "ci95", "speedup")}
-        self.log.emit("evaluation", step=replica.step, **fields)
+        names = ("name", "prompts", "tau_mean", "tau_pooled", "ci95", "speedup")
+        sets = [{name: group[name] for name in names} for group in found["sets"]]
+        self.log.emit("evaluation", step=replica.step, sets=sets)
 
     def watch_for_drift(self, replica: Replica) -> None:
         """Replicas must stay equal bit for bit; one that does not is an alarm."""
@@ -233,7 +224,7 @@ class DrafterWorker:
             return
         strays = self.team.strays(self.rank, replica.fingerprint(), self.reporter.waiting)
         if strays and self.rank == 0:
-            names = ", ".join(strays)
+            names = ", ".join(self.reporter.lanes[rank] for rank in strays)
             message = f"after step {replica.step} the weights of {names} differ from the others'"
             self.log.emit("alarm", step=replica.step, alarm="drift", message=message)
 
@@ -250,7 +241,7 @@ class Trainer:
     Args:
         config: every choice of the run.
         target: a target that is loaded already; None: ``config.target``.
-        dataset: rows that are made already; None: ``config.train_data``.
+        dataset, heldout: rows that are made already; None: ``config.train_data``, ``config.heldout_data``.
 
     Attributes:
         run_dir: the run's folder. log: its events. lanes: names of its drafter threads. config: as given.
@@ -261,11 +252,18 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, *, target: Target | None = None, dataset: data.Dataset | None = None
+        self,
+        config: RunConfig,
+        *,
+        target: Target | None = None,
+        dataset: data.Dataset | None = None,
+        heldout: data.Dataset | None = None,
     ) -> None:
         self.config = config
         self.node, self.nodes = collective.join_nodes()
         self.devices = prepare.devices(config)
+        self.target_devices = prepare.target_devices(config)
+        self.all_devices = [*self.devices, *self.target_devices]
         self.lanes = [f"drafter-{index}" for index in range(len(self.devices))]
         self.run_dir = prepare.run_dir(config)
         path = self.run_dir / "events.jsonl"
@@ -274,8 +272,14 @@ class Trainer:
         self.control = Control()
         self.teams: list[Team] = []
         self.workers: list[DrafterWorker] = []
+        self.feeders: list[TargetWorker] = []
         self.run: Run | None = None
-        self._given = (target, dataset)
+        self.at_finish: list[Callable[[], Any]] = []
+        self._given = (target, dataset, heldout)
+
+    def on_finish(self, callback: Callable[[], Any]) -> None:
+        """Has ``callback()`` called when the run has ended, before whoever waits for it goes on."""
+        self.at_finish.append(callback)
 
     @property
     def state(self) -> str:
@@ -296,11 +300,15 @@ class Trainer:
         fx_patch.install()
         self.run = Run(self, progress=progress)
         with self.run.failing_early():
-            target, dataset = self._given
-            self.ready = prepare.load(self.config, self.devices, target=target, dataset=dataset)
+            self.ready = prepare.load(self.config, self.devices, self.target_devices, *self._given)
             self.teams = self._make_teams()
             self.workers = [DrafterWorker(self, *place) for place in self._places()]
-            self.run.launch(self.workers)
+            self.feeders = [
+                TargetWorker(self, index, device, self.workers[index :: len(self.target_devices)])
+                for index, device in enumerate(self.target_devices)
+            ]
+            shapes = len(self.ready.buckets) if self.config.bucket_lengths and self.ready.buckets else None
+            self.run.launch([*self.workers, *self.feeders], shapes)
         return self.run
 
     def _make_teams(self) -> list[Team]:
@@ -344,6 +352,8 @@ class Trainer:
         self.control.ask("stop")
         for team in self.teams:
             team.abort()
+        for worker in self.workers:
+            worker.channel.close()
 
     def _ask(self, request: Request) -> None:
         """Writes the request down and acknowledges it in every lane at once, naming a compile that it waits for."""
@@ -367,9 +377,8 @@ class Trainer:
                 detail=f"{request} {when}",
             )
 
-    def failed(self, lane: str, error: BaseException) -> None:
+    def failed(self, lane: str, device: torch.device, error: BaseException) -> None:
         """A worker's error: keeps the first one, and ends the others."""
         if self.run is not None and self.run.record_failure(lane, error):
-            text = runs.error_record(error, lane)
-            self.log.emit("worker_failed", thread=lane, type=text["type"], message=text["message"], traceback=text["traceback"])
+            self.log.emit("worker_failed", device=str(device), **run_folder.error_record(error, lane))
         self.abort()

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from dflash_lib.collective import Aborted, Barrier, Team
+from dflash_lib.collective import Aborted, Barrier, Channel, Team
 
 
 def in_threads(count, work):
@@ -202,3 +202,42 @@ def test_two_processes_of_two_threads_sum_and_agree(tmp_path):
     for rank, (node, output) in enumerate(zip(nodes, outputs, strict=True)):
         assert node.returncode == 0, output
         assert f"node {rank} of 2 done" in output
+
+
+# --- Channel ---------------------------------------------------------------------------------------------------------
+def test_a_channel_keeps_order_and_never_holds_more_than_its_size():
+    channel, most = Channel(2), []
+
+    def work(rank):
+        if rank == 0:
+            for item in range(200):
+                channel.put(item)
+                most.append(len(channel._items))
+            return None
+        return [channel.take() for _ in range(200)]
+
+    results, errors = in_threads(2, work)
+    assert errors == [None, None]
+    assert results[1] == list(range(200))
+    assert max(most) <= 2
+
+
+@pytest.mark.parametrize("side", ["put", "take"])
+def test_closing_a_channel_frees_who_waits_and_refuses_who_comes_later(side):
+    channel, waited = Channel(1, patience=0.05), []
+
+    def work(rank):
+        if rank == 1:
+            time.sleep(0.2)
+            channel.close()
+        elif side == "put":
+            channel.put(1)
+            channel.put(2, lambda: waited.append(True))
+        else:
+            channel.take(lambda: waited.append(True))
+
+    _, errors = in_threads(2, work)
+    assert isinstance(errors[0], Aborted)
+    assert waited == [True]
+    with pytest.raises(Aborted):
+        channel.put(3)
