@@ -84,18 +84,19 @@ class Lane:
     step_seconds: list[float] = field(default_factory=list)
     rows: int = 1  # more than 1 where compiles of the lane overlap
 
-    @property
+    @functools.cached_property
     def compile_seconds(self) -> float:
         return sum(c.seconds for c in self.compiles)
 
-    @property
+    @functools.cached_property
     def wait_seconds(self) -> float:
         return sum(c.wait for c in self.compiles)
 
-    @property
+    @functools.cached_property
     def wasted(self) -> float:
         return sum(c.wasted for c in self.compiles)
 
+    @functools.cached_property
     def parts(self) -> dict[str, float]:
         """Seconds by part, waiting last; they add up to compile_seconds + wait_seconds."""
         sums = {part: sum(c.parts[i] for c in self.compiles) for i, part in enumerate(PARTS)}

@@ -190,7 +190,7 @@ def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_yticks([])
     left = np.zeros(len(lanes))
-    split = [lane.parts() for lane in lanes]
+    split = [lane.parts for lane in lanes]
     longest = max([sum(parts.values()) for parts in split], default=0.0) or 1.0
     for part, style in PART_LOOKS.items():
         values = np.array([parts[part] for parts in split])
