@@ -1,4 +1,4 @@
-"""Compares the recompiles of two runs, matched by frame and kind of reason: new, gone, changed; in words and picture."""
+"""Compares the recompiles of two runs, matched by frame and kind of reason: new, gone, changed."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Row:
         return "changed" if self.a.count != self.b.count or differs else "same"
 
     @property
-    def advice(self) -> str:
-        shown = self.b or self.a
-        assert shown is not None
-        return shown.advice
+    def changes(self) -> tuple[str, ...]:
+        """What changed, as the later run that has it says."""
+        found = self.b or self.a
+        return found.changes if found else ()
 
 
 @dataclass(frozen=True)

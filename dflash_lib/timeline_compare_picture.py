@@ -66,8 +66,7 @@ def _figure(comparison: Comparison) -> Figure:
         ink = STATUS_INK[row.status]
         transform = axes.get_yaxis_transform()
         axes.text(-0.02, place - 0.13, clean(row.frame, 38), transform=transform, ha="right", va="center", size=9)
-        detail = (row.b or row.a).changes if (row.b or row.a) else ()
-        reason = f"{row.kind}: {detail[0]}" if detail else row.kind
+        reason = f"{row.kind}: {row.changes[0]}" if row.changes else row.kind
         axes.text(
             -0.02, place + 0.17, clean(reason, 46), transform=transform, ha="right", va="center", size=7.5, color=FAINT
         )  # fmt: skip
@@ -79,8 +78,8 @@ def _figure(comparison: Comparison) -> Figure:
         Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=label)
         for (colour, hatch), label in ((BEFORE, "a: before"), (AFTER, "b: after"))
     ]
-    place = (0.297, 1 - 0.98 / height)
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, ncols=2, frameon=False, fontsize=8.5)
+    corner = (0.297, 1 - 0.98 / height)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=2, frameon=False, fontsize=8.5)
     if len(comparison.rows) > MOST:
         more = f"and {len(comparison.rows) - MOST} more, see the table"
         figure.text(0.02, 0.12 / height, more, size=8, color=FAINT)

@@ -106,11 +106,12 @@ def _records(path: Path) -> Iterator[dict[str, Any] | None]:
         yield _with_reasons(reasons, payload)
 
 
-def _with_reasons(record: dict[str, Any], payload: list[str]) -> dict[str, Any] | None:
+def _with_reasons(record: dict[str, Any], payload: list[str]) -> dict[str, Any]:
+    text = "".join(payload)
     try:
-        found = json.loads("".join(payload))
+        found = json.loads(text)
     except ValueError:
-        return None
+        found = text.strip()  # torch writes a single reason as it is, several as a JSON list
     return {**record, "reasons": [str(r) for r in found] if isinstance(found, list) else [str(found)]}
 
 
