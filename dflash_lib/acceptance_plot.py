@@ -17,7 +17,7 @@ def draw(acceptance: Mapping[str, Any], path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from .storage import replace_file
+    from dflash_lib.storage import replace_file
 
     sets = acceptance["sets"]
     figure = Figure(figsize=(13.5, 4.4), dpi=110, layout="constrained")

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .exchange import export, import_, zlab_config
-from .storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
-    from .drafter import Drafter
-    from .target import Target
+    from dflash_lib.drafter import Drafter
+    from dflash_lib.target import Target
 
 __all__ = [
     "CheckpointError",
@@ -50,7 +50,6 @@ __all__ = [
 
 MODEL, CONFIG = "model.safetensors", "config.json"
 TRAINING_TENSORS, TRAINING_STATE = "training.safetensors", "training.json"
-OURS = "dflash_workspace"  # the key of config.json that holds what no other reader needs: step and target
 
 
 # --- a drafter ---------------------------------------------------------------------------------------------------
@@ -75,9 +74,10 @@ def save(
     Raises:
         CheckpointError: the state holds something that is neither JSON nor a tensor, or the folder cannot be written.
     """
-    config = zlab_config(drafter.config)
-    config[OURS] = {"v": 1, "step": step, "target": target}
     tensors = drafter_tensors(drafter)
+    config = zlab_config(drafter.config, dtype_name(tensors))
+    compute = str(drafter.config.dtype).removeprefix("torch.")
+    config[OURS] = {"v": 1, "step": step, "target": target, "compute_dtype": compute}
 
     def write(folder: Path) -> None:
         write_tensors(tensors, folder / MODEL)
@@ -114,18 +114,17 @@ def load(
 
 
 def check_fits(drafter: Drafter, target: Target, where: str | os.PathLike[str] = "this checkpoint") -> None:
-    """Refuses a drafter that was trained for another target: vocabulary, width, layers, mask token.
+    """Refuses a drafter that was trained for another target: vocabulary, width, layers, feature layers.
 
     Raises:
         CheckpointError: one line with both numbers.
     """
     config = drafter.config
-    have = target.model.config.get_text_config() if hasattr(target.model.config, "get_text_config") else target.config
-    layers = int(have.num_hidden_layers)
     facts = [
-        ("a vocabulary of {} tokens", config.vocab_size, target.head.weight.shape[0]),
-        ("target features {} wide", config.target_hidden_size, target.hidden_size),
-        ("{} target layers", config.num_target_layers, layers),
+        ("a vocabulary of {} tokens", config.vocab_size, target.vocab_size),
+        ("a target of width {}", config.target_hidden_size, target.hidden_size),
+        ("a target of {} layers", config.num_target_layers, target.num_layers),
+        ("features of layers {}", list(config.target_layer_ids), list(target.layer_ids)),
     ]
     for words, wanted, found in facts:
         if wanted != found:
@@ -133,10 +132,6 @@ def check_fits(drafter: Drafter, target: Target, where: str | os.PathLike[str] =
                 f"{os.fspath(where)}: was trained for {words.format(wanted)}, but {target.name} has {found}: "
                 "name the target it was trained for"
             )
-    if not 0 <= config.mask_token_id < target.head.weight.shape[0]:
-        raise CheckpointError(
-            f"{os.fspath(where)}: mask token {config.mask_token_id} is outside the vocabulary of {target.name}"
-        )
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from .session import PARTS, Decoded, DecodeError, Drafts, Options, Session
-from .steps import DraftStep
+from dflash_lib.drafter import Drafter
+from dflash_lib.session import PARTS, Decoded, DecodeError, Drafts, Options, Session
+from dflash_lib.steps import DraftStep
 
 __all__ = ["PARTS", "DecodeError", "Decoded", "Drafts", "Lossless", "lossless", "plain", "speculative"]
 
@@ -57,7 +58,7 @@ def speculative(
     Raises:
         DecodeError: an empty prompt, no new tokens asked for, a token outside the vocabulary, a prompt too long.
     """
-    draft = drafter if not isinstance(drafter, torch.nn.Module) else None
+    draft = drafter if not isinstance(drafter, Drafter) else None
     block_size = draft.block_size if draft is not None else drafter.config.block_size
 
     def build(rows: int, capacity: int) -> Drafts:

@@ -1,8 +1,8 @@
 """Acceptance length and speed of a drafter: real speculative decoding against plain decoding of the same prompts.
 
-``tau`` is the number of tokens a target pass commits: accepted drafts + 1, between 1 and the block size. ``tau_mean`` is
-the mean over prompts of each prompt's mean, as papers give it; ``tau_pooled`` is over all cycles, so long answers weigh
-more. Speeds leave out the prompt's prefill, which is the same for both.
+``tau`` is the number of tokens that a target pass commits: accepted drafts + 1, between 1 and the block size.
+``tau_mean`` is the mean over prompts of each prompt's mean, as papers give it; ``tau_pooled`` is over all cycles, so
+long answers weigh more. Speeds leave out the prompt's prefill, which is the same for both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from . import checkpoint as checkpoints
-from . import decode
-from . import prompts as prompt_sets
-from .decode import Decoded, Lossless
-from .storage import write_json
+from dflash_lib import checkpoint as checkpoints
+from dflash_lib import decode
+from dflash_lib import prompts as prompt_sets
+from dflash_lib.decode import Decoded, Lossless
+from dflash_lib.drafter import Drafter
+from dflash_lib.errors import UserError
+from dflash_lib.storage import write_json
 
 RESAMPLES = 2000
 
 
-class EvaluationError(ValueError):
+class EvaluationError(UserError):
     """An evaluation that cannot be done as asked: one line."""
 
 
@@ -62,14 +64,15 @@ def evaluate(
         EvaluationError: no set, or a set without prompts.
         CheckpointError: the drafter was trained for another target.
     """
-    if not sets or not all(sets.values()):
-        raise EvaluationError(
-            "sets: " + (f"{next(n for n, p in sets.items() if not p)!r} has no prompt" if sets else "is empty")
-        )
-    block_size = drafter.config.block_size if isinstance(drafter, torch.nn.Module) else drafter.block_size
-    if isinstance(drafter, torch.nn.Module):
-        checkpoints.check_fits(drafter, target, checkpoint or "this drafter")  # type: ignore[arg-type]
+    if not sets:
+        raise EvaluationError("sets: is empty; name at least one set of prompts")
+    for name, given in sets.items():
+        if not given:
+            raise EvaluationError(f"sets: {name!r} has no prompt")
+    if isinstance(drafter, Drafter):
+        checkpoints.check_fits(drafter, target, checkpoint or "this drafter")
         drafter = _as_served(drafter)
+    block_size: int = drafter.config.block_size if isinstance(drafter, Drafter) else drafter.block_size
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -132,7 +135,7 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError, TargetError, DataError, EvaluationError: one line that says what to do.
     """
-    from . import target as targets
+    from dflash_lib import target as targets
 
     folder = checkpoints.resolve(checkpoint)
     facts = checkpoints.describe(folder)
@@ -214,12 +217,11 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _as_served(drafter: torch.nn.Module) -> torch.nn.Module:
+def _as_served(drafter: Drafter) -> Drafter:
     """On a GPU, weights in the dtype the arithmetic has: float32 masters would be rounded again every cycle."""
-    weight, wanted = next(drafter.parameters()), drafter.config.dtype  # type: ignore[union-attr]
-    if weight.device.type != "cuda" or weight.dtype == wanted:
+    if drafter.fc.weight.device.type != "cuda" or drafter.fc.weight.dtype == drafter.config.dtype:
         return drafter
-    return copy.deepcopy(drafter).to(wanted)
+    return copy.deepcopy(drafter).to(drafter.config.dtype)
 
 
 # --- words and pictures ------------------------------------------------------------------------------------------
@@ -254,6 +256,6 @@ def table(acceptance: Mapping[str, Any]) -> str:
 
 def draw(acceptance: Mapping[str, Any], path: str | Path) -> Path:
     """Three pictures of each set side by side; see :mod:`dflash_lib.acceptance_plot`."""
-    from .acceptance_plot import draw as drawing
+    from dflash_lib.acceptance_plot import draw as drawing
 
     return drawing(acceptance, Path(path))

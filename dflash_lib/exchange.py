@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.config import ConfigError
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
 
 if TYPE_CHECKING:
-    from .drafter import Drafter, DrafterConfig
+    from dflash_lib.drafter import Drafter, DrafterConfig
 
 FORMATS = ("z-lab", "speculators")
 ARCHITECTURE, SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+OURS = "dflash_workspace"  # key of config.json for what no other reader needs: step, target, compute dtype
 ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
@@ -50,7 +52,7 @@ def export(
     Raises:
         CheckpointError: an unknown format or dtype, a checkpoint that is not sound, or ``out`` holds other things.
     """
-    from .checkpoint import describe, resolve
+    from dflash_lib.checkpoint import describe, resolve
 
     if format not in FORMATS:
         raise CheckpointError(f"format {format!r} is unknown: use {' or '.join(FORMATS)}")
@@ -65,8 +67,8 @@ def export(
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
     name = target or describe(folder)["target"]
-    dtype_name = _dtype_name(tensors)
-    document = zlab_config(config, dtype_name) if format == "z-lab" else speculators_config(config, dtype_name, name)
+    stored = dtype_name(tensors)
+    document = zlab_config(config, stored) if format == "z-lab" else speculators_config(config, stored, name)
 
     def write(temporary: Path) -> None:
         write_tensors(tensors, temporary / "model.safetensors")
@@ -84,12 +86,12 @@ def import_(
         CheckpointError: a tensor is unknown, missing or mis-shaped (by name), a setting is missing or is not
             supported here (by name), or a file is damaged.
     """
-    from .drafter import Drafter
+    from dflash_lib.drafter import Drafter
 
     config, tensors = _read(Path(path))
     drafter = Drafter(config)
     drafter.load_state_dict(tensors, strict=True, assign=True)
-    return drafter.to(device=device, dtype=dtype or DTYPES[_dtype_name(tensors)])
+    return drafter.to(device=device, dtype=dtype or DTYPES[dtype_name(tensors)])
 
 
 def _read(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -155,7 +157,8 @@ def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig, where: P
             raise CheckpointError(f"{where}: tensor {name!r} is {tensors[name].dtype}, not a floating-point weight")
 
 
-def _dtype_name(tensors: Mapping[str, Tensor]) -> str:
+def dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    """``"float32"`` and so on, of a checkpoint's tensors."""
     dtype = tensors["fc.weight"].dtype
     return next(name for name, known in DTYPES.items() if known == dtype)
 
@@ -176,7 +179,7 @@ def _sizes(config: DrafterConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": 10000.0,
         "rope_scaling": None,
-        **{key: value for key, value in config.rope.items() if key in ROPE_KEYS},
+        **{key: value for key, value in (config.rope or {}).items() if key in ROPE_KEYS},
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "attention_bias": config.attention_bias,
@@ -241,7 +244,7 @@ def drafter_config(document: Mapping[str, Any], where: Path) -> DrafterConfig:
     Raises:
         CheckpointError: a setting is missing, of the wrong kind, or one that this drafter does not have.
     """
-    from .drafter import DrafterConfig
+    from dflash_lib.drafter import DrafterConfig
 
     speculators = "speculators_model_type" in document
     sizes = document.get("transformer_layer_config") if speculators else document
@@ -264,7 +267,7 @@ def drafter_config(document: Mapping[str, Any], where: Path) -> DrafterConfig:
             layer_ids = tuple(int(layer) for layer in need(dflash, "target_layer_ids"))
         hidden, heads = int(need(sizes, "hidden_size")), int(need(sizes, "num_attention_heads"))
         block_size = int(need(document, "block_size", dflash.get("block_size")))
-        config = DrafterConfig(
+        return DrafterConfig(
             hidden_size=hidden,
             intermediate_size=int(need(sizes, "intermediate_size")),
             num_layers=int(need(sizes, "num_hidden_layers")),
@@ -282,18 +285,21 @@ def drafter_config(document: Mapping[str, Any], where: Path) -> DrafterConfig:
             mask_token_id=int(need(dflash, "mask_token_id")),
             sliding_window=int(sizes["sliding_window"]) if _slides(sizes) else None,
             attention_bias=bool(sizes.get("attention_bias", False)),
-            dtype=DTYPES[str(document.get("dtype") or document.get("torch_dtype") or "float32")],
+            dtype=_arithmetic(document),
         )
     except CheckpointError:
         raise
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{where}: a setting is of the wrong kind ({type(error).__name__}: {error})") from None
-    outside = [layer for layer in layer_ids if not 0 <= layer < config.num_target_layers]
-    if outside:
-        raise CheckpointError(f"{where}: target layer {outside[0]} is outside 0..{config.num_target_layers - 1}")
-    if not 0 <= config.mask_token_id < config.vocab_size:
-        raise CheckpointError(f"{where}: mask token {config.mask_token_id} is outside 0..{config.vocab_size - 1}")
-    return config
+
+
+def _arithmetic(document: Mapping[str, Any]) -> torch.dtype:
+    """The dtype to compute in: what a checkpoint of ours says (its weights are float32 masters), else the file's."""
+    ours = document.get(OURS)
+    stated = ours.get("compute_dtype") if isinstance(ours, dict) else None
+    return DTYPES[str(stated or document.get("dtype") or document.get("torch_dtype") or "float32")]
 
 
 def _slides(sizes: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 
 from dflash_lib import hazards
 from dflash_lib.lanes import own_entry_point, run_in_thread, worker_context
-from dflash_lib.per_thread import UnknownInternals
+from dflash_lib.rewriting import UnknownInternals
 
 __all__ = [
     "Status",

@@ -1,20 +1,17 @@
-"""Tracing: the "somebody traces" flag, and nn.Module methods that are patched while anybody does."""
+"""Tracing: the "somebody traces" flag and who else writes it, and what a trace notes down for its graph."""
 
 from __future__ import annotations
 
-import ast
-import builtins
-import functools
+import importlib
 import threading
-import types
-from collections.abc import Callable
-from typing import Any
 
-import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
 from dflash_lib.hazard import Hazard
-from dflash_lib.per_thread import PerThreadGlobals, UnknownInternals, rewrite, state_constant
+from dflash_lib.per_thread import PerThreadGlobals
+from dflash_lib.rewriting import UnknownInternals, names_in
+
+_FLAG = PerThreadGlobals("torch.fx._symbolic_trace", {"_is_fx_tracing_flag": False}, heal=True)
 
 
 class TracingFlag(Hazard):
@@ -25,11 +22,8 @@ class TracingFlag(Hazard):
     )
     where = "torch.fx._symbolic_trace._is_fx_tracing_flag"
 
-    def __init__(self) -> None:
-        self._globals = PerThreadGlobals("torch.fx._symbolic_trace", {"_is_fx_tracing_flag": False})
-
     def present(self) -> bool:
-        if not self._globals.missing():
+        if not _FLAG.missing():
             return True
         # torch 2.14 made it thread-local itself.
         if isinstance(getattr(symbolic_trace, "_is_fx_tracing_tls", None), threading.local):
@@ -37,279 +31,115 @@ class TracingFlag(Hazard):
         raise UnknownInternals(self.where)
 
     def patch(self) -> None:
-        self._globals.install()
+        _FLAG.install()
 
     def restore(self) -> None:
-        self._globals.uninstall()
+        _FLAG.uninstall()
 
     @property
     def patched(self) -> bool:
-        return self._globals.installed
+        return _FLAG.installed
 
 
-class ModuleCalls(Hazard):
-    name = "module-calls"
+class CompilationEnvironment(TracingFlag):
+    """The same variable as :class:`TracingFlag`, so the same patch: either of the two isolates both."""
+
+    name = "compilation-environment"
     description = (
-        "while one thread traces, every thread's nn.Module calls enter its tracer ('module is not installed as a "
-        "submodule'); a compile undoes another thread's trace; two traces at once leave nn.Module patched for good"
+        "higher-order operators save, clear and restore the tracing flag; when that overlaps another thread's trace, "
+        "the flag stays set for good and every compiled call of the process raises"
     )
-    where = "torch.nn.Module.__call__ / __getattr__, torch.fx._symbolic_trace.CURRENT_PATCHER, _Patcher"
-
-    def __init__(self) -> None:
-        self._globals = PerThreadGlobals("torch.fx._symbolic_trace", {"CURRENT_PATCHER": None})
-        self._before: list[tuple[Any, str, Any]] = []
+    where = "torch._higher_order_ops.utils._set_compilation_env"
 
     def present(self) -> bool:
-        for name in ("_Patcher", "_new_patcher", "_autowrap_check", "_patch_wrapped_functions", "_orig_module_call"):
-            if not hasattr(symbolic_trace, name):
-                raise UnknownInternals(f"torch.fx._symbolic_trace.{name}")
-        for name in self._globals.missing():
-            raise UnknownInternals(f"torch.fx._symbolic_trace.{name}")
+        if not super().present():
+            return False
+        from torch._higher_order_ops import utils
+
+        writer = getattr(utils, "_set_compilation_env", None)
+        if writer is None:
+            raise UnknownInternals(self.where)
+        return "_is_fx_tracing_flag" in names_in(writer.__wrapped__.__code__)
+
+
+class TraceContext(Hazard):
+    name = "trace-context"
+    description = (
+        "what a trace notes down for the nodes it makes (stack traces, annotations, who traces) lands in the graph "
+        "that another thread is tracing"
+    )
+    where = (
+        "torch.fx.traceback.current_meta, should_preserve_node_meta; torch.fx.experimental.proxy_tensor."
+        "_CURRENT_MAKE_FX_TRACER; torch.fx._lazy_graph_module flags; torch._library.fake_impl.global_ctx_getter"
+    )
+    _VARIABLES = (
+        ("torch.fx.traceback", "current_meta"),
+        ("torch.fx.traceback", "current_replay_node"),
+        ("torch.fx.traceback", "should_preserve_node_meta"),
+        ("torch.fx.traceback", "_should_preserve_node_meta"),
+        ("torch.fx.experimental.proxy_tensor", "_CURRENT_MAKE_FX_TRACER"),
+        ("torch.fx._lazy_graph_module", "_use_lazy_graph_module_flag"),
+        ("torch.fx._lazy_graph_module", "_force_skip_lazy_graph_module_flag"),
+        ("torch._library.fake_impl", "global_ctx_getter"),
+    )
+
+    def __init__(self) -> None:
+        self._globals: list[PerThreadGlobals] = []
+
+    def present(self) -> bool:
+        for module, name in self._VARIABLES[:3]:
+            if not hasattr(importlib.import_module(module), name):
+                raise UnknownInternals(f"{module}.{name}")
         return True
+
+    def patch(self) -> None:
+        """Those of the variables that this torch has (they came over several releases)."""
+        if self._globals:
+            return
+        by_module: dict[str, dict[str, object]] = {}
+        for module, name in self._VARIABLES:
+            found = vars(importlib.import_module(module))
+            if name in found:
+                by_module.setdefault(module, {})[name] = found[name]
+        for module, defaults in by_module.items():
+            self._globals.append(PerThreadGlobals(module, defaults))
+            self._globals[-1].install()
+
+    def restore(self) -> None:
+        while self._globals:
+            self._globals.pop().uninstall()
+
+    @property
+    def patched(self) -> bool:
+        return bool(self._globals)
+
+
+class SkippedGraphModules(Hazard):
+    name = "skipped-graph-modules"
+    description = (
+        "while one thread compiles, every GraphModule that another thread builds is marked as never to be compiled, "
+        "so compiling it later silently leaves it eager"
+    )
+    where = "torch.fx.graph_module._forward_from_src"
+
+    def __init__(self) -> None:
+        from torch._dynamo.convert_frame import original_forward_from_src
+
+        self._globals = PerThreadGlobals(
+            "torch.fx.graph_module", {"_forward_from_src": original_forward_from_src}, heal=True
+        )
+
+    def present(self) -> bool:
+        for name in self._globals.missing():
+            raise UnknownInternals(name)
+        return True
+
+    def patch(self) -> None:
+        self._globals.install()
+
+    def restore(self) -> None:
+        self._globals.uninstall()
 
     @property
     def patched(self) -> bool:
         return self._globals.installed
-
-    def patch(self) -> None:
-        if self.patched:
-            return
-        self.present()
-        calls = [_CodeSwitch(symbolic_trace._orig_module_call), _CodeSwitch(symbolic_trace._orig_module_getattr)]
-        _heal()
-        self._globals.install()
-        switches = _Switches(calls)
-        for owner, name, value in (
-            # Inside a trace "the original" must not enter the tracer again.
-            (symbolic_trace, "_orig_module_call", calls[0].undispatched),
-            (symbolic_trace, "_orig_module_getattr", calls[1].undispatched),
-            (symbolic_trace, "_patch_wrapped_functions", switches.patch_wrapped_functions),
-            (symbolic_trace, "_autowrap_check", switches.autowrap_check),
-            (symbolic_trace._Patcher, "patch", switches.patch),
-            (symbolic_trace._Patcher, "patch_method", switches.patch_method),
-        ):
-            self._before.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, value)
-
-    def restore(self) -> None:
-        while self._before:
-            owner, name, value = self._before.pop()
-            setattr(owner, name, value)
-        self._globals.uninstall()
-
-
-def _heal() -> None:
-    """Takes off what two overlapping traces have left on nn.Module (nobody traces now: fx_patch sees to it)."""
-    for name, original in (
-        ("__call__", symbolic_trace._orig_module_call),
-        ("__getattr__", symbolic_trace._orig_module_getattr),
-    ):
-        current = vars(torch.nn.Module)[name]
-        if current is not original and getattr(current, "__globals__", None) is vars(symbolic_trace):
-            setattr(torch.nn.Module, name, original)
-
-
-class _Switch:
-    """A place (a class attribute or a module global) that calls something else in the threads that trace.
-
-    The place itself is changed while at least one thread has an override there, and is what it was otherwise.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active = 0
-        self.state: Any = type("Override", (threading.local,), {"top": None, "stack": None})()
-
-    def push(self, override: Callable[..., Any]) -> None:
-        """Overrides the place for the calling thread."""
-        self.state.stack = [*(self.state.stack or ()), override]
-        self.state.top = override
-        with self._lock:
-            self._active += 1
-            if self._active == 1:
-                self.turn_on()
-
-    def remove(self, override: Callable[..., Any]) -> None:
-        """Takes that override of the calling thread off again, whichever place in its stack it has."""
-        stack = list(self.state.stack or ())
-        if override not in stack:
-            return
-        stack.reverse()
-        stack.remove(override)
-        stack.reverse()
-        self.state.stack = stack
-        self.state.top = stack[-1] if stack else None
-        with self._lock:
-            self._active -= 1
-            if self._active == 0:
-                self.turn_off()
-
-    def turn_on(self) -> None:
-        raise NotImplementedError
-
-    def turn_off(self) -> None:
-        raise NotImplementedError
-
-
-class _CodeSwitch(_Switch):
-    """nn.Module.__call__ or __getattr__: its code is swapped, so that it stays the function Dynamo knows.
-
-    Dynamo short-circuits these two by identity, and reads the code only for modules with hooks; then it folds the
-    test below to False and sees the original code.
-    """
-
-    def __init__(self, function: types.FunctionType) -> None:
-        super().__init__()
-        self.function = function
-        self._plain = function.__code__
-        self._dispatching = rewrite(function, _with_override_first, self.state)
-        self.undispatched = types.FunctionType(
-            self._plain, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-        )
-        functools.update_wrapper(self.undispatched, function)
-        del self.undispatched.__wrapped__
-
-    def turn_on(self) -> None:
-        self.function.__code__ = self._dispatching
-
-    def turn_off(self) -> None:
-        self.function.__code__ = self._plain
-
-
-def _with_override_first(definition: Any) -> Any:
-    """Puts "if this thread overrides, call that" in front of a method's body."""
-    given = ", ".join(
-        [argument.arg for argument in definition.args.args]
-        + ([f"*{definition.args.vararg.arg}"] if definition.args.vararg else [])
-        + ([f"**{definition.args.kwarg.arg}"] if definition.args.kwarg else [])
-    )
-    head = ast.parse(
-        "if not torch.compiler.is_dynamo_compiling():\n"
-        "    dflash_override = STATE.top\n"
-        "    if dflash_override is not None:\n"
-        f"        return dflash_override({given})\n"
-    ).body
-    for node in ast.walk(head[0]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "STATE":
-            node.value = state_constant()
-        if hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = definition.lineno  # type: ignore[attr-defined]
-    definition.body[:0] = head
-    return definition
-
-
-class _AttributeSwitch(_Switch):
-    """Any other class attribute or module global that a tracer replaces (functions given to torch.fx.wrap)."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], clear: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._write, self._clear = write, clear
-        self.original = original = read()
-        state = self.state
-
-        @functools.wraps(original)
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            return (state.top or original)(*args, **kwargs)
-
-        dispatch.dflash_original = original  # type: ignore[attr-defined]
-        dispatch._torchdynamo_inline = original  # type: ignore[attr-defined]  # a compile beside a trace sees through
-        self._dispatch = dispatch
-
-    def turn_on(self) -> None:
-        self._write(self._dispatch)
-
-    def turn_off(self) -> None:
-        if self._clear is None:
-            self._write(self.original)
-        else:
-            self._clear()
-
-
-class _Patched:
-    """One change that one trace made: what torch's ``_PatchedFn`` is, for the calling thread only."""
-
-    def __init__(self, switch: _Switch, override: Callable[..., Any]) -> None:
-        self._switch, self._override = switch, override
-
-    def patch(self) -> None:
-        self._switch.push(self._override)
-
-    def revert(self) -> None:
-        self._switch.remove(self._override)
-
-
-class _Switches:
-    """Torch's patching of functions while it traces, for the tracing thread only."""
-
-    def __init__(self, calls: list[_CodeSwitch]) -> None:
-        self._lock = threading.Lock()
-        self._by_place: dict[tuple[int, str], _AttributeSwitch] = {}
-        switches = self
-
-        def patch(self: Any, frame_dict: dict[str, Any], name: str, new_fn: Any, deduplicate: bool = True) -> None:
-            if name not in frame_dict and hasattr(builtins, name):
-                switch = switches._at(
-                    frame_dict,
-                    name,
-                    read=lambda: getattr(builtins, name),
-                    write=lambda value: frame_dict.__setitem__(name, value),
-                    clear=lambda: frame_dict.__delitem__(name),
-                )
-            else:
-                switch = switches._at(
-                    frame_dict,
-                    name,
-                    read=lambda: frame_dict[name],
-                    write=lambda value: frame_dict.__setitem__(name, value),
-                )
-            self.patches_made.append(_Patched(switch, new_fn))
-            self.patches_made[-1].patch()
-
-        def patch_method(self: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True) -> None:
-            current = getattr(cls, name)
-            switch: _Switch | None = next((call for call in calls if call.function is current), None)
-            if switch is None:
-                switch = switches._at(
-                    cls, name, read=lambda: getattr(cls, name), write=lambda value: setattr(cls, name, value)
-                )
-            self.patches_made.append(_Patched(switch, new_fn))
-            self.patches_made[-1].patch()
-
-        def autowrap_check(patcher: Any, frame_dict: dict[str, Any], function_ids: set[int]) -> None:
-            if not patcher.visit_once(frame_dict):
-                return
-            for name, value in list(frame_dict.items()):
-                function = _seen_through(value)
-                if not name.startswith("_") and callable(function) and id(function) in function_ids:
-                    patcher.patch(frame_dict, name, symbolic_trace._create_wrapped_func(function))
-
-        def patch_wrapped_functions(patcher: Any) -> None:
-            for (_, name), frame_dict in symbolic_trace._wrapped_fns_to_patch.copy().items():
-                function = frame_dict[name] if name in frame_dict else getattr(builtins, name)
-                patcher.patch(frame_dict, name, symbolic_trace._create_wrapped_func(_seen_through(function)))
-            for cls, name in symbolic_trace._wrapped_methods_to_patch:
-                patcher.patch_method(cls, name, symbolic_trace._create_wrapped_method(cls, name))
-
-        self.patch, self.patch_method = patch, patch_method
-        self.autowrap_check, self.patch_wrapped_functions = autowrap_check, patch_wrapped_functions
-
-    def _at(
-        self,
-        owner: Any,
-        name: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        clear: Callable[[], None] | None = None,
-    ) -> _AttributeSwitch:
-        """The switch of a place; all threads that trace at the same time get the same one."""
-        with self._lock:
-            place = (id(owner), name)
-            switch = self._by_place.get(place)
-            if switch is None or switch._active == 0:
-                switch = self._by_place[place] = _AttributeSwitch(read, write, clear)
-            return switch
-
-
-def _seen_through(function: Any) -> Any:
-    """The function itself, where another thread's trace has put a dispatching one for the time."""
-    return getattr(function, "dflash_original", function)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dflash_lib.hazard import Hazard, Outcome
-from dflash_lib.hazard_tracing import ModuleCalls, TracingFlag
+from dflash_lib.hazard_tracing import CompilationEnvironment, SkippedGraphModules, TraceContext, TracingFlag
+from dflash_lib.module_calls import ModuleCalls
 
 __all__ = ["ALL", "Hazard", "Outcome", "by_name"]
 
-ALL: list[Hazard] = [TracingFlag(), ModuleCalls()]
+ALL: list[Hazard] = [
+    TracingFlag(),
+    ModuleCalls(),
+    CompilationEnvironment(),
+    TraceContext(),
+    SkippedGraphModules(),
+]
 
 
 def by_name(name: str) -> Hazard:

@@ -24,7 +24,8 @@ from dflash_lib.head import Head
 Objective = Literal["ce", "dpace", "forward_kl", "reverse_kl", "tv"]
 OBJECTIVES: tuple[str, ...] = ("ce", "dpace", "forward_kl", "reverse_kl", "tv")
 NEED_TARGET = frozenset({"forward_kl", "reverse_kl", "tv"})
-CHUNK_LOGITS = 2**28  # most logits of one chunk: 512 MiB in bfloat16
+# Most logits of one chunk: 768 MiB in bfloat16 on a GPU; on a CPU 64 MiB in float32, a few times over.
+CHUNK_LOGITS = {"cuda": 3 * 2**27, "cpu": 2**24}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ def drafter_loss(
         alpha: of D-PACE.
         target_hidden: ``[R, Q, H]`` of ``Blocks.predicting``: for the last three objectives and for argmax labels.
         label_source: "argmax" replaces the labels by the target's most probable tokens.
-        chunk_blocks: blocks of a chunk; None: as many as fit in ``CHUNK_LOGITS``.
+        chunk_blocks: blocks of a chunk; None: :func:`chunk_blocks_for`.
         chunk: instead of :func:`loss_chunk`: a lane's own compiled form of it.
 
     Raises:
@@ -98,7 +99,11 @@ def drafter_loss(
         return values.reshape(blocks, block_size, *values.shape[2:])[:, 1:]
 
     options = _Options(
-        objective, alpha, label_source, chunk_blocks or _chunk_blocks(head, block_size), chunk or loss_chunk
+        objective,
+        alpha,
+        label_source,
+        chunk_blocks or chunk_blocks_for(head.weight.shape[0], block_size, hidden.device),
+        chunk or loss_chunk,
     )
     loss_sum, weight_sum, correct, counted = _HeadLoss.apply(
         predicted(hidden),
@@ -120,8 +125,10 @@ class _Options:
     chunk: Callable[..., Any]
 
 
-def _chunk_blocks(head: Head, block_size: int) -> int:
-    return max(1, CHUNK_LOGITS // (head.weight.shape[0] * (block_size - 1)))
+def chunk_blocks_for(vocabulary: int, block_size: int, device: torch.device) -> int:
+    """Blocks of a chunk: the largest power of two whose logits fit in ``CHUNK_LOGITS``, so that rows fill tiles."""
+    budget = CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
+    return 1 << max(0, (budget // (vocabulary * (block_size - 1))).bit_length() - 1)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import conversations
-from .chat import render
-from .conversations import DataError
+from dflash_lib import conversations
+from dflash_lib.chat import render
+from dflash_lib.conversations import DataError
 
 HELDOUT, HUMANEVAL = "heldout", "humaneval"
 ASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
@@ -103,17 +103,17 @@ def _turns(path: Path) -> Iterator[tuple[str, list[dict[str, str]] | str]]:
     """(place, messages before the first answer, or the reason why there are none) of each line."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; name a file of JSON lines, 'heldout' or 'humaneval'")
-    first = next(iter(_objects(path)), None)
+    first = next((line for _, line in _objects(path) if isinstance(line, dict)), None)
     if first is None:
-        raise DataError(f"{path}: holds no line of JSON")
-    if "prompt" in first[1]:
+        raise DataError(f"{path}: holds no line that is a JSON object")
+    if "prompt" in first:
         for number, line in _objects(path):
-            prompt, place = line.get("prompt"), f"{path}:{number}"
+            prompt = line.get("prompt") if isinstance(line, dict) else None
             if not isinstance(prompt, str) or not prompt.strip():
-                yield place, "has no text under 'prompt'"
+                yield f"{path}:{number}", line if isinstance(line, str) else "has no text under 'prompt'"
             else:
-                text = ASK.format(prompt=prompt.strip()) if "task_id" in line else prompt
-                yield place, [{"role": "user", "content": text}]
+                asked = ASK.format(prompt=prompt.strip()) if "task_id" in line else prompt
+                yield f"{path}:{number}", [{"role": "user", "content": asked}]
         return
     kept, left_out = conversations.read(path, "heldout")
     reasons = {(item.file, item.line): item.reason for item in left_out}
@@ -132,14 +132,15 @@ def _before_answer(messages: Sequence[conversations.Message]) -> list[dict[str, 
     return turns[:end]
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line that is a JSON object; others are judged by conversations.read."""
-    opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-    with opened as handle:
-        for number, raw in enumerate(handle, start=1):
-            try:
-                value = json.loads(raw.decode("utf-8-sig"))
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield number, value
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(line number, object or what is wrong) of each line that is not blank; lines end with LF or CR LF only."""
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            yield number, f"is not valid JSON ({error})"
+            continue
+        yield number, value if isinstance(value, dict) else "is no JSON object"

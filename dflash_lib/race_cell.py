@@ -7,7 +7,6 @@ that fails, :mod:`faulthandler`'s own timer, which needs no lock of Python's, do
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -79,6 +78,7 @@ class Cell:
         self.first_step: dict[str, float] = {}
         self.costs: dict[str, Any] = {}
         self.seconds = 0.0
+        self.planned = 0
         self._over = threading.Event()
         self._counting = threading.Lock()
         self._clean = self._process_state()
@@ -145,7 +145,7 @@ class Cell:
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, workload: Workload) -> None:
         """Alone, warm-up, race. Returns when all is over; a hang does not return (see :meth:`watch`)."""
-        steps = self.spec["steps"]
+        steps = self.planned = self.spec["steps"] * workload.steps_factor
         if workload.compares_with_alone and self.spec["compare"]:
             for index, lane in enumerate(self.lanes):
                 losses: list[float | None] = []
@@ -234,6 +234,7 @@ class Cell:
         with self._counting:
             compiles = dict(self.context.compiles)
             result = {
+                "steps_planned": self.planned * len(self.lanes),
                 "steps_done": sum(self.done[lane] for lane in self.lanes),
                 "attempts": sum(self.attempts[lane] for lane in self.lanes),
                 "traces": self.done["tracers"],
@@ -252,7 +253,7 @@ class Cell:
             }
         out = Path(self.spec["out"])
         out.with_suffix(".part").write_text(json.dumps({**self.spec["known"], **result}))
-        os.replace(out.with_suffix(".part"), out)
+        out.with_suffix(".part").replace(out)
 
 
 def _raise_limits() -> None:
@@ -263,56 +264,21 @@ def _raise_limits() -> None:
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Every thread's stack, innermost last, as ``file:line function``."""
+    """The stacks of lanes and tracers and the device's thread, innermost last, as ``file:line function``."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    ours = ("drafter-", "tracer-", "alone-", "device-")
     return {
-        names.get(ident, str(ident)): [
+        names[ident]: [
             f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(frame)
         ]
-        for ident, frame in sys._current_frames().items()
-        if names.get(ident) != "MainThread"
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0], ""))
+        if names.get(ident, "").startswith(ours)
     }
 
 
 def _short(filename: str) -> str:
     """A path from its package on: ``torch/_dynamo/convert_frame.py``."""
     return filename.rpartition("site-packages/")[2] if "site-packages/" in filename else Path(filename).name
-
-
-def warm_up_costs(cell: Cell, workload: Workload) -> dict[str, Any]:
-    """What a warm-up in the main thread was for, and what of it reaches a worker: settings, modes, devices, compiles."""
-    config: Any = torch._dynamo.config
-    limit = config.recompile_limit
-    config.recompile_limit = limit + 77
-    here: dict[str, Any] = {}
-    there: dict[str, Any] = {}
-
-    def read(into: dict[str, Any]) -> None:
-        into["recompile_limit"] = config.recompile_limit
-        into["autocast"] = torch.is_autocast_enabled("cpu")
-        into["grad mode"] = torch.is_grad_enabled()
-        into["default device"] = str(torch.get_default_device())
-        if torch.cuda.is_available():
-            into["cuda device"] = torch.cuda.current_device()
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.device("meta"))
-        if torch.cuda.is_available():
-            stack.enter_context(torch.cuda.device(torch.cuda.device_count() - 1))
-        read(here)
-        thread = threading.Thread(target=read, args=(there,))
-        thread.start()
-        thread.join()
-    config.recompile_limit = limit
-    compiles = cell.context.compiles
-    return {
-        "compiles_in_main": compiles["MainThread"],
-        "lanes_that_compiled_again": sum(compiles[lane] > 0 for lane in cell.lanes),
-        "stays_in_main": sorted(name for name in here if here[name] != there[name]),
-        "first_step_seconds_in_workers": {lane: cell.first_step.get(lane) for lane in cell.lanes},
-    }
 
 
 def main() -> int:
@@ -331,7 +297,10 @@ def main() -> int:
             cell.costs["reaches_the_tracer"] = cell.strategy.reaches_the_tracer()
         cell.run(workload)
         if isinstance(cell.strategy, race_strategies.MainThreadWarmup):
-            cell.costs.update(warm_up_costs(cell, workload))
+            compiles = cell.context.compiles
+            cell.costs["compiles_in_main"] = compiles["MainThread"]
+            cell.costs["lanes_that_compiled_again"] = sum(compiles[lane] > 0 for lane in cell.lanes)
+            cell.costs["stays_in_main"] = cell.strategy.stays_in_main()
         cell.write()
         faulthandler.cancel_dump_traceback_later()
     return 0

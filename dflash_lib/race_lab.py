@@ -14,9 +14,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_lib.race_report import draw, explain, table
+else:
+
+    def __getattr__(name: str) -> Any:
+        """``table``, ``explain`` and ``draw`` are :mod:`dflash_lib.race_report`'s: matplotlib loads when asked for."""
+        if name in ("table", "explain", "draw"):
+            from dflash_lib import race_report
+
+            return getattr(race_report, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Result", "draw", "explain", "run", "run_all", "table"]
 
 STRATEGIES = ("none", "exec_lock", "warmup_lock", "main_thread_warmup", "module_wrapper", "thread_local")
 WORKLOADS = ("compile_storm", "make_fx", "symbolic_trace", "unpickle_graph_module", "shared_gpu_backward")
@@ -83,7 +98,8 @@ def run(
     """Measures one cell in a process of its own.
 
     Args:
-        steps: steps per thread; ``seconds``: when to stop earlier.
+        steps: steps per thread (20 times as many in the workloads whose steps do not train).
+        seconds: when to stop earlier.
         threads: lanes; workloads that trace have two tracer threads more.
         device: ``"cpu"`` or ``"cuda:0"``: one device, which all lanes share.
         backend: of torch.compile; None: ``aot_eager`` on a CPU, ``inductor`` on CUDA.
@@ -96,12 +112,13 @@ def run(
     Raises:
         ValueError: a name that is none of STRATEGIES or WORKLOADS.
     """
-    for value, known in ((strategy, STRATEGIES), (workload, WORKLOADS)):
-        if value not in known:
-            raise ValueError(f"{value!r} is not in the laboratory: choose one of {', '.join(known)}")
+    for value, names in ((strategy, STRATEGIES), (workload, WORKLOADS)):
+        if value not in names:
+            raise ValueError(f"{value!r} is not in the laboratory: choose one of {', '.join(names)}")
     backend = backend or ("aot_eager" if device == "cpu" else "inductor")
-    spec = dict(strategy=strategy, workload=workload, steps=steps, seconds=seconds, threads=threads, device=device)
-    spec |= dict(backend=backend, repeat=repeat, compare=compare, stall=stall, timeout=timeout)
+    spec: dict[str, Any] = {"strategy": strategy, "workload": workload, "device": device, "backend": backend}
+    spec |= {"steps": steps, "seconds": seconds, "threads": threads, "repeat": repeat, "compare": compare}
+    spec |= {"stall": stall, "timeout": timeout}
     package = Path(__file__).resolve().parent
     paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
@@ -120,24 +137,14 @@ def run(
             process.kill()
             process.wait()
             raise
-        known = json.loads(out.read_text()) if out.exists() else {}
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         dump = stacks.read_text() if stacks.exists() else ""
-    finished = bool(known.pop("finished", False))
-    if not finished and not known.get("stacks"):
-        known["stacks"] = _dumped(dump) or {"stderr": stderr.strip().splitlines()[-12:]}
-        known["seconds"] = time.monotonic() - started
-    result = Result(
-        strategy=strategy,
-        workload=workload,
-        device=device,
-        threads=threads,
-        outcome="ok",
-        steps_planned=steps * threads,
-        exit_code=process.returncode,
-        **known,
-    )
-    timed_out = "Timeout (" in dump
-    return Result(**{**asdict(result), "outcome": _outcome(result, finished, timed_out)})
+    finished = bool(found.pop("finished", False))
+    if not finished and not found.get("stacks"):
+        found["stacks"] = _dumped(dump) or {"stderr": stderr.strip().splitlines()[-12:]}
+        found["seconds"] = time.monotonic() - started
+    result = Result(strategy, workload, device, threads, outcome="ok", exit_code=process.returncode, **found)
+    return replace(result, outcome=_outcome(result, finished, timed_out="Timeout (" in dump))
 
 
 def run_all(
@@ -157,7 +164,7 @@ def run_all(
     return results
 
 
-def _outcome(result: Result, finished: bool, timed_out: bool) -> str:
+def _outcome(result: Result, finished: bool, *, timed_out: bool) -> str:
     if not finished:
         return "hang" if timed_out or result.exit_code in (0, -signal.SIGKILL) else "crash"
     if result.errors:
@@ -178,11 +185,3 @@ def _dumped(text: str) -> dict[str, list[str]]:
         elif line.startswith("  File ") and stacks:
             frames.insert(0, line.strip().removeprefix("File ").replace('"', ""))
     return stacks
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("table", "explain", "draw"):
-        from dflash_lib import race_report
-
-        return getattr(race_report, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 Four of them were tried on a real pipeline, failed, and are kept here word for word in what they do; ``none`` is
 the control and ``thread_local`` is :mod:`dflash_lib.fx_patch`, the only one the training path uses. A strategy acts
 at five places of a program: before anything compiles (``prepare``), in the main thread before the workers start
-(``warm_up``), around a worker's whole life (``worker``), around a step (``step``) and around a compiled call (``call``).
+(``warm_up``), around a worker's whole life (``worker``), around a step (``step``), around a compiled call (``call``).
 """
 
 from __future__ import annotations
@@ -95,6 +95,38 @@ class MainThreadWarmup(Strategy):
 
     def warm_up(self, run_once: Callable[[], None]) -> None:
         run_once()
+
+    @staticmethod
+    def stays_in_main() -> list[str]:
+        """Settings and modes that a coordinator may set up and a worker does not get: each is set here, read there."""
+        import torch
+
+        config: Any = torch._dynamo.config
+        limit = config.recompile_limit
+        config.recompile_limit = limit + 77
+        here: dict[str, Any] = {}
+        there: dict[str, Any] = {}
+
+        def read(into: dict[str, Any]) -> None:
+            into["recompile_limit"] = config.recompile_limit
+            into["autocast"] = torch.is_autocast_enabled("cpu")
+            into["grad mode"] = torch.is_grad_enabled()
+            into["default device"] = str(torch.get_default_device())
+            if torch.cuda.device_count() > 1:
+                into["cuda device"] = torch.cuda.current_device()
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.device("meta"))
+            if torch.cuda.device_count() > 1:
+                stack.enter_context(torch.cuda.device(1))
+            read(here)
+            thread = threading.Thread(target=read, args=(there,))
+            thread.start()
+            thread.join()
+        config.recompile_limit = limit
+        return sorted(name for name in here if here[name] != there[name])
 
 
 class _WrappedModule(types.ModuleType):

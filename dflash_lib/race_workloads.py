@@ -87,13 +87,14 @@ class Workload:
     name = ""
     question = ""
     tracers = 0
+    steps_factor = 1  # a step here is so much shorter that there are this many times more of them
     compares_with_alone = False
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def lane(self, lane: str, index: int) -> Callable[[int], float | None]:
-        """Builds a lane, in the lane's own thread; returns its step function (which returns the loss, if it has one)."""
+        """Builds a lane, in the lane's own thread; returns its step function (step -> loss or None)."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -158,6 +159,7 @@ class _Bystanders(Workload):
     """Lanes that only call what is already built, eager and compiled, while other threads trace."""
 
     tracers = 2
+    steps_factor = 20
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -177,9 +179,11 @@ class _Bystanders(Workload):
     def lane(self, lane: str, index: int) -> Callable[[int], None]:
         context, device = self.context, self.context.device
         compiled = context.compile(_scaled_tanh, lane)
-        eager = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False).to(device)
+        linear = nn.Linear(8, 8)
+        eager = nn.Sequential(linear, nn.Tanh()).requires_grad_(False).to(device)
         x = torch.linspace(-1, 1, 16, device=device).view(2, 8)
-        expected_eager, expected_compiled = torch.tanh(nn.functional.linear(x, eager[0].weight, eager[0].bias)), None
+        expected_eager = torch.tanh(nn.functional.linear(x, linear.weight, linear.bias))
+        expected_compiled = None
 
         def step(number: int) -> None:
             nonlocal expected_compiled
@@ -276,9 +280,9 @@ class DeviceThread:
 class SharedGpuBackwardTwin(Workload):
     """The same deadlock without a GPU: torch's real compile lock, its real lazy backward, an imitated device thread.
 
-    A compile holds ``compile_lock`` and, as tracing a joint graph on CUDA does, needs the device's thread for an
-    ``autograd.grad``. A backward occupies that thread and, as Inductor's does, takes ``compile_lock`` for its
-    first compile. The backend below does exactly these two things and nothing else.
+    Dynamo holds ``compile_lock`` and, as tracing ``flex_attention`` on CUDA does, needs the device's thread for an
+    ``autograd.grad`` on fake tensors. A backward occupies that thread and, as Inductor's does, takes ``compile_lock``
+    for its first compile. The backend below does exactly these two things and nothing else.
     """
 
     name = SharedGpuBackward.name
@@ -295,20 +299,21 @@ class SharedGpuBackwardTwin(Workload):
 
         context = self.context
 
-        def compile_forward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            context.compiles[lane] += 1
-            time.sleep(0.01)  # tracing takes its time, with compile_lock held
-            self.device_thread.run(lambda: None)  # ... and asks the device's thread for autograd.grad
-            return make_boxed_func(graph.forward)
-
         def compile_backward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            time.sleep(0.01)
+            time.sleep(0.005)
             with compile_lock:  # as torch/_inductor/compile_fx.py::compile_fx_backward
                 return make_boxed_func(graph.forward)
 
+        aot = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_backward)
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            context.compiles[lane] += 1
+            time.sleep(0.005)  # tracing takes its time, with compile_lock held
+            self.device_thread.run(lambda: None)  # ... and asks the device's thread for autograd.grad
+            return aot(graph, inputs)
+
         code = _scaled_tanh.__code__.replace(co_name=f"twin_{lane.replace('-', '_')}")
         own = types.FunctionType(code, _scaled_tanh.__globals__)
-        backend = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)
         compiled = torch.compile(own, backend=backend, dynamic=False)
 
         def step(number: int) -> float:

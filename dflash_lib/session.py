@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .steps import Captured, Clock, TargetStep
+from dflash_lib.errors import UserError
+from dflash_lib.steps import Captured, Clock, TargetStep
 
 PARTS = ("prefill", "draft", "verify", "bookkeeping")
 
@@ -61,7 +62,7 @@ class Decoded:
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
-class DecodeError(ValueError):
+class DecodeError(UserError):
     """Prompts or settings that cannot be decoded: one line."""
 
 

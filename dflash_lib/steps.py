@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .drafter import Drafter
-from .slots import Slots, causal_mask
+from dflash_lib.drafter import Drafter
+from dflash_lib.slots import Slots, causal_mask
 
 
 class TargetStep:
@@ -30,7 +30,7 @@ class TargetStep:
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         slides = bool(window) and getattr(config, "use_sliding_window", True) is not False
-        self._sliding = int(window) if slides and (not kinds or "sliding_attention" in kinds) else None
+        self._sliding = int(window or 0) if slides and (not kinds or "sliding_attention" in kinds) else None
         self._by_kind = "sliding_attention" in kinds
         # transformers 5.2x renames past_key_values to cache; both spellings mean this argument.
         names = inspect.signature(target.decoder.forward).parameters
