@@ -70,7 +70,7 @@ def amount(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def count(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """``1 alarm``, ``2 alarms``."""
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
@@ -199,7 +199,7 @@ def compiles(board: Board, width: int = 440) -> str:
         for i, cls in enumerate(seen[:4])
     )
     total = sum(lane.compile_seconds for lane in board.lanes.values())
-    caption = f'<text x="{left}" y="11">{count(len(board.compiles), "compile")}, {duration(total)} in all</text>'
+    caption = f'<text x="{left}" y="11">{plural(len(board.compiles), "compile")}, {duration(total)} in all</text>'
     return _plot(width, height, caption + axis + labels + bars + legend)
 
 
@@ -252,7 +252,7 @@ def findings(board: Board, most: int = 6) -> str:
     if board.checkpoints:
         step, path = board.checkpoints[-1]
         parts.append(
-            f'<div class="small">{count(len(board.checkpoints), "checkpoint")}, the last at step {text(step)}: '
+            f'<div class="small">{plural(len(board.checkpoints), "checkpoint")}, the last at step {text(step)}: '
             f"{text(path)}</div>"
         )
     if board.alarm_count:
@@ -260,7 +260,7 @@ def findings(board: Board, most: int = 6) -> str:
             f"<li>{text(thread)}, {duration(t)}: {text(message[:300])}</li>"
             for t, thread, message in list(board.alarms)[-most:][::-1]
         )
-        parts.append(f'<div class="bad"><b>{count(board.alarm_count, "alarm")}</b><ul>{items}</ul></div>')
+        parts.append(f'<div class="bad"><b>{plural(board.alarm_count, "alarm")}</b><ul>{items}</ul></div>')
     return f'<div class="df" role="status">{"".join(parts)}</div>'
 
 
