@@ -1,33 +1,31 @@
-"""INTERIM stand-in until branch target's data.py arrives."""
+"""From files of conversations to the batches of every step: the parts that others call, under one name.
+
+conversations.py  lines -> conversations, or left out with a reason
+chat.py           conversations -> text -> token ids with a response mask, as the target is served
+rows.py           the dataset, and its report
+batches.py        buckets, order, packing, batches of every step and lane
+regenerate.py     conversations that the target writes itself
+"""
+
 from __future__ import annotations
-from dataclasses import dataclass, field
-import torch
 
-@dataclass
-class Row:
-    id: int
-    input_ids: list[int]
-    response_mask: list[bool]
-    source: str = ""
+from dflash_lib.batches import RowBatch, RowStream, buckets, order
+from dflash_lib.conversations import Conversation, DataError, LeftOut, Message, read
+from dflash_lib.regenerate import regenerate
+from dflash_lib.rows import Dataset, Row, load
 
-@dataclass
-class Dataset:
-    rows: list[Row]
-    left_out: list = field(default_factory=list)
-
-@dataclass
-class RowBatch:
-    row_ids: list[int]
-    epoch: int
-    input_ids: torch.Tensor
-    response_mask: torch.Tensor
-    document_ids: torch.Tensor | None
-    bucket: int
-    @property
-    def tokens(self): return int(self.input_ids.numel())
-
-def load(*a, **k): raise NotImplementedError
-def buckets(lengths, max_buckets=6, multiple=128):
-    return [-(-max(lengths) // multiple) * multiple]
-def order(rows, seed, epoch):
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed * 1000003 + epoch)).tolist()
+__all__ = [
+    "Conversation",
+    "DataError",
+    "Dataset",
+    "LeftOut",
+    "Message",
+    "Row",
+    "RowBatch",
+    "RowStream",
+    "buckets",
+    "load",
+    "order",
+    "read",
+    "regenerate",
+]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dflash_lib.drafter import Drafter
 from dflash_lib.session import PARTS, Decoded, DecodeError, Drafts, Options, Session
 from dflash_lib.steps import DraftStep
 

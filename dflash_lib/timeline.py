@@ -139,7 +139,7 @@ def compare(a: Source, b: Source) -> Comparison:
 
 
 def summary(source: Source) -> str:
-    """A few lines of text: compiles by class with seconds, wasted seconds by thread, the worst offenders with advice."""
+    """A few lines of text: compiles by class, wasted seconds by thread, the worst offenders with advice."""
     timeline = load(source)
     classes = timeline.by_class()
     if not classes:
@@ -156,7 +156,8 @@ def summary(source: Source) -> str:
         lines.append(f"{lane.name:<24}{row}")
     if len(timeline.lanes) > 16:
         lines.append(f"... and {len(timeline.lanes) - 16} more threads")
-    lines.append(f"wasted in all: {sum(lane.wasted for lane in timeline.lanes):.2f} s (recompiles, and waiting for others)")
+    wasted = sum(lane.wasted for lane in timeline.lanes)
+    lines.append(f"wasted in all: {wasted:.2f} s (recompiles, and waiting for other threads' compiles)")
     if offenders := timeline.offenders():
         lines += ["", "worst offenders:", *(f"  {offender}" for offender in offenders[:5])]
     if timeline.unreadable:

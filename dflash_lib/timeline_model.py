@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from . import events as log
 from . import reasons
 from .compile_metrics import CLASSES, PARTS
 
 NEEDED = ("first", "cache_hit")  # classes without which there would be no compiled code
-NAMED_STATES = ("compiling", "waiting_compile")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Compile:
-    """One compile. Times in seconds since the run's start; ``end`` is ``start + seconds``, waiting ends at ``start``."""
+    """One compile. Times in seconds since the run's start; it waited until ``start``, and took ``seconds``."""
 
     lane: int
     start: float
@@ -41,6 +42,7 @@ class Compile:
     limit: int | None
     step: int | None
     parts: tuple[float, float, float, float]
+    begin: float  # when its waiting begins: start - wait, but never before the row's previous compile has ended
     row: int = 0  # 0 unless another compile of the lane overlaps it
 
     @property
@@ -99,16 +101,13 @@ class Lane:
         sums = {part: sum(c.parts[i] for c in self.compiles) for i, part in enumerate(PARTS)}
         return {**sums, "waiting": self.wait_seconds}
 
-    def step_at(self, t: float) -> float:
-        """Time -> step axis: the n-th step's end is at its number, in between it is linear."""
+    def step_at(self, times: np.ndarray) -> np.ndarray:
+        """Times -> step axis: the n-th step's end is at n, linear in between; past the last one, half a step on."""
         if not self.step_ends:
-            return 0.0
-        i = bisect.bisect_left(self.step_ends, t)
-        if i == len(self.step_ends):
-            return float(self.step_numbers[-1]) + (0.0 if t == self.step_ends[-1] else 0.5)
-        last, number = (self.step_ends[i - 1], self.step_numbers[i - 1]) if i else (self.begin, self.step_numbers[0] - 1)
-        share = (t - last) / (self.step_ends[i] - last) if self.step_ends[i] > last else 1.0
-        return number + min(1.0, max(0.0, share)) * (self.step_numbers[i] - number)
+            return np.zeros_like(times)
+        ends = np.array([min(self.begin, self.step_ends[0]), *self.step_ends])
+        numbers = np.array([self.step_numbers[0] - 1, *self.step_numbers], dtype=float)
+        return np.interp(times, ends, numbers) + 0.5 * (times > ends[-1])
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Timeline:
     events: list[log.Event] = field(default_factory=list)
     unreadable: int = 0
 
-    @property
+    @functools.cached_property
     def compiles(self) -> list[Compile]:
         return [c for lane in self.lanes for c in lane.compiles]
 
@@ -217,8 +216,8 @@ def build(events: Iterable[log.Event], name: str, unreadable: int = 0) -> Timeli
     many_nodes = len({event["node"] for event in settled}) > 1
     raw: list[tuple[tuple[int, str], log.Event]] = []
     for event in settled:
-        named = event["kind"] == "state" and event.get("state") in NAMED_STATES
-        if event["kind"] not in ("step", "compile") and not (named or event["thread"].startswith(("drafter", "target"))):
+        worker = event["thread"].startswith(("drafter", "target"))  # has a lane even where it never compiled
+        if event["kind"] not in ("step", "compile") and not worker:
             continue
         key = event["node"], event["thread"]
         if key not in lanes:
@@ -250,6 +249,8 @@ def _lane_order(thread: str) -> tuple[int, list[tuple[int, int, str]]]:
 
 
 def _seconds(value: object, default: float, least: float = 0.0) -> float:
+    if type(value) is float and least <= value < math.inf:  # nearly always
+        return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return max(least, float(value))
     return default
@@ -294,12 +295,18 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
         limit=_whole(event.get("limit")),
         step=event["step"] if event["step"] is not None else _step_of(lane, start),
         parts=_split(event.get("parts"), seconds),
+        begin=start,
     )
 
 
 def base_frame(frame: str, thread: str) -> str:
     """A frame's name without the lane's suffix that fx_patch.own_entry_point gives it."""
-    return frame.removesuffix("_" + re.sub(r"\W", "_", thread))
+    return frame.removesuffix(_suffix(thread))
+
+
+@functools.cache
+def _suffix(thread: str) -> str:
+    return "_" + re.sub(r"\W", "_", thread)
 
 
 def _step_of(lane: Lane, t: float) -> int | None:
@@ -317,29 +324,18 @@ def _split(parts: object, seconds: float) -> tuple[float, float, float, float]:
     total = sum(inner)
     if total > seconds:
         inner = [part * seconds / total for part in inner]
-    return max(0.0, seconds - sum(inner)), inner[0], inner[1], inner[2]
+        total = seconds
+    return seconds - total, inner[0], inner[1], inner[2]
 
 
 def _no_overlap(lane: Lane) -> None:
-    """Puts compiles that overlap in time into rows of their own, and lets waiting begin after the row's last compile."""
+    """Puts compiles that overlap in time (threads of the same name, a shuffled clock) into rows of their own."""
     lane.compiles.sort(key=lambda c: (c.start, -c.seconds))
     free: list[float] = []  # when each row's last compile ended
-    for i, c in enumerate(lane.compiles):
+    for c in lane.compiles:
         row = next((r for r, end in enumerate(free) if c.start >= end - 1e-6), len(free))
         if row == len(free):
             free.append(0.0)
+        c.row, c.begin = row, min(c.start, max(c.start - c.wait, free[row], 0.0))
         free[row] = max(free[row], c.end)
-        if row:
-            lane.compiles[i] = replace(c, row=row)
     lane.rows = max(1, len(free))
-
-
-def begins(compiles: Sequence[Compile]) -> list[float]:
-    """When each compile's waiting begins, never before the previous compile of its row has ended."""
-    ends: dict[tuple[int, int], float] = {}
-    found = []
-    for c in compiles:
-        key = c.lane, c.row
-        found.append(min(c.start, max(c.start - c.wait, ends.get(key, 0.0))))
-        ends[key] = max(ends.get(key, 0.0), c.end)
-    return found

@@ -6,31 +6,24 @@ matplotlib's object interface with the Agg and SVG canvases only: safe in any th
 from __future__ import annotations
 
 import io
-import math
-import re
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
-from .timeline_model import Compile, Lane, Timeline, begins
-from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, Look, clean, look, seconds, subtitle
+from .timeline_lanes import FAINT, INK, MOST_TITLES, Position, draw_lanes, with_titles
+from .timeline_model import Lane, Offender, Timeline
+from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, clean, look, seconds, subtitle
 
 WIDTH = 13.0  # inches
 DPI = 140
-PIXELS = 1100  # across the lanes; compiles closer together than one of them are drawn as one
-NARROWEST = 2.0 / PIXELS  # of the axis: a compile is never too short to be seen
-MOST_TITLES = 1500  # SVG rectangles with a title of their own; beyond, the longest ones
-INK, FAINT, GRID = "#222222", "#666666", "#E6E6E6"
+GRID = "#E6E6E6"
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
@@ -47,13 +40,12 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 
-Position = Callable[[Lane, float], float]
-
 
 def picture(timeline: Timeline, form: str, *, axis: str = "time") -> bytes:
     """The timeline as the bytes of a "png" or "svg"; ``axis`` is "time" or "step"."""
     with rc_context(STYLE):
-        figure, titles = _figure(timeline, "step" if axis == "step" and timeline.has_steps else "time")
+        axis = "step" if axis == "step" and timeline.has_steps else "time"
+        figure, titles = _figure(timeline, axis, titled=MOST_TITLES if form == "svg" else 0)
         buffer = io.BytesIO()
         if form == "png":
             FigureCanvasAgg(figure)
@@ -61,10 +53,10 @@ def picture(timeline: Timeline, form: str, *, axis: str = "time") -> bytes:
             return buffer.getvalue()
         FigureCanvasSVG(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-        return _with_titles(buffer.getvalue().decode(), titles).encode("utf-8", "replace")
+        return with_titles(buffer.getvalue().decode(), titles).encode("utf-8", "replace")
 
 
-def _figure(timeline: Timeline, axis: str) -> tuple[Figure, dict[str, str]]:
+def _figure(timeline: Timeline, axis: str, titled: int) -> tuple[Figure, dict[str, str]]:
     offenders = timeline.offenders()[:5]
     lanes = max(1, len(timeline.lanes))
     lane_inches = min(0.46, max(0.13, 7.5 / lanes))
@@ -93,11 +85,12 @@ def _figure(timeline: Timeline, axis: str) -> tuple[Figure, dict[str, str]]:
     curve, middle, cache = axes
     assert middle is not None
 
-    def position(lane: Lane, t: float) -> float:
-        return lane.step_at(t) if axis == "step" else t
+    def position(lane: Lane, times: Sequence[float]) -> np.ndarray:
+        array = np.asarray(times, dtype=float)
+        return lane.step_at(array) if axis == "step" else array
 
     low, high = _range(timeline, axis)
-    titles = _lanes(middle, timeline, position, (low, high))
+    titles = draw_lanes(middle, timeline, position, (low, high), titled)
     if curve is not None:
         _curve(curve, timeline, position)
     if cache is not None:
@@ -127,133 +120,6 @@ def _range(timeline: Timeline, axis: str) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-# --- lanes -----------------------------------------------------------------------------------------------------------
-def _lanes(axes: Axes, timeline: Timeline, position: Position, span: tuple[float, float]) -> dict[str, str]:
-    """Draws every compile where and as long as it happened; returns a hover title for each rectangle with a gid."""
-    lanes = timeline.lanes
-    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_yticks(range(len(lanes)), [_label(lane, len(lanes)) for lane in lanes])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=9 if len(lanes) <= 18 else 5.5)
-    for i in range(0, len(lanes), 2):
-        axes.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0, linewidth=0)
-    if not timeline.compiles:
-        axes.text(0.5, 0.5, "no compile in this run", transform=axes.transAxes, ha="center", va="center", color=FAINT)
-    width = span[1] - span[0]
-    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
-    titled = sorted(timeline.compiles, key=lambda c: -(c.seconds + c.wait))[:MOST_TITLES]
-    own = {id(c) for c in titled} if len(timeline.compiles) > MOST_TITLES else None
-    titles: dict[str, str] = {}
-    for lane in lanes:
-        top, height = -0.34, 0.68 / lane.rows
-        runs: dict[tuple[str, int], list[float]] = {}
-        for c, begin in zip(lane.compiles, begins(lane.compiles), strict=True):
-            x0, x1 = position(lane, c.start), position(lane, c.end)
-            x1 = max(x1, x0 + NARROWEST * width)
-            y = c.lane + top + c.row * height
-            if c.wait and (w := position(lane, begin)) < x0 - NARROWEST * width / 2:
-                _merge(runs, boxes, "waiting", (w, x0), c.lane + top + c.row * height, height, c.row, width)
-            if own is None or id(c) in own:
-                gid = f"compile-{len(titles)}"
-                titles[gid] = title(c, lane)
-                axes.add_patch(_rectangle((x0, x1), y, height, look(c.cls), width, gid))
-            else:
-                _merge(runs, boxes, c.cls, (x0, x1), y, height, c.row, width)
-        for (cls, row), (x0, x1) in runs.items():
-            _add(boxes, cls, x0, x1, lanes.index(lane) + top + row * height, height, width)
-    for (cls, hatched), polygons in boxes.items():
-        style = WAITING if cls == "waiting" else look(cls)
-        axes.add_collection(
-            PolyCollection(
-                polygons,
-                facecolors=style.colour,
-                edgecolors="white" if hatched else "none",
-                linewidths=0.4 if hatched else 0.0,
-                hatch=style.hatch if hatched else None,
-                zorder=2 if cls == "waiting" else 3,
-            ),
-            autolim=False,
-        )
-    return titles
-
-
-def _merge(
-    runs: dict[tuple[str, int], list[float]],
-    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]],
-    cls: str,
-    x: tuple[float, float],
-    y: float,
-    height: float,
-    row: int,
-    width: float,
-) -> None:
-    """Joins boxes of a class that are less than a pixel apart: a hundred thousand of them are drawn as what one sees."""
-    run = runs.get((cls, row))
-    if run is not None and x[0] - run[1] < width / PIXELS:
-        run[1] = max(run[1], x[1])
-        return
-    if run is not None:
-        _add(boxes, cls, run[0], run[1], y, height, width)
-    runs[cls, row] = [*x]
-
-
-def _add(
-    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]],
-    cls: str,
-    x0: float,
-    x1: float,
-    y: float,
-    height: float,
-    width: float,
-) -> None:
-    hatched = x1 - x0 > 5 * width / PIXELS
-    corners = [(x0, y), (x1, y), (x1, y + height), (x0, y + height)]
-    boxes.setdefault((cls, hatched), []).append(corners)
-
-
-def _rectangle(x: tuple[float, float], y: float, height: float, style: Look, width: float, gid: str) -> Rectangle:
-    wide = x[1] - x[0] > 5 * width / PIXELS
-    return Rectangle(
-        (x[0], y),
-        x[1] - x[0],
-        height,
-        facecolor=style.colour,
-        edgecolor="white" if wide else "none",
-        linewidth=0.4 if wide else 0.0,
-        hatch=style.hatch if wide else None,
-        zorder=3,
-        gid=gid,
-    )
-
-
-def _label(lane: Lane, lanes: int) -> str:
-    device = f"\n{lane.device}" if lane.device and lanes <= 18 else ""
-    return clean(lane.name, 26) + clean(device, 12).join(["\n", ""]) if device else clean(lane.name, 26)
-
-
-def title(c: Compile, lane: Lane) -> str:
-    """What a compile says of itself when pointed at."""
-    lines = [f"{look(c.cls).label}: {c.frame}", f"{lane.name}, {seconds(c.seconds)} from {c.start:.2f} s"]
-    if c.step is not None:
-        lines[1] += f", step {c.step}"
-    if c.wait > 0.005:
-        lines.append(f"waited {seconds(c.wait)} before")
-    if c.change:
-        lines.append(c.change)
-    if where := c.source or (f"{c.file}:{c.line}" if c.file else None):
-        lines.append(where)
-    if c.cache_size is not None and c.limit:
-        lines.append(f"cache {c.cache_size} of {c.limit}")
-    return "\n".join(clean(line, 200) for line in lines)
-
-
-def _with_titles(svg: str, titles: dict[str, str]) -> str:
-    def add(match: re.Match[str]) -> str:
-        return f"{match[0]}<title>{escape(titles[match[1]])}</title>" if match[1] in titles else match[0]
-
-    return re.sub(r'<g id="(compile-\d+)">', add, svg)
-
-
 # --- around the lanes ------------------------------------------------------------------------------------------------
 def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
     """Loss of every thread, or the time of its steps where no loss is known."""
@@ -262,11 +128,10 @@ def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
     everything: list[float] = []
     for i, lane in enumerate(timeline.lanes):
         values = lane.losses if loss else lane.step_seconds
-        points = [(position(lane, t), v) for t, v in zip(lane.step_ends, values, strict=True)]
-        points = points[:: max(1, len(points) // 4000)]
-        if not points:
+        thin = slice(None, None, max(1, len(values) // 4000))
+        x, y = position(lane, lane.step_ends[thin]), np.array(values[thin])
+        if not len(x):
             continue
-        x, y = np.array(points).T
         everything.extend(y[np.isfinite(y)])
         colour = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#999999")[i % 8]
         style = ("-", "--", "-.", ":")[i % 4]
@@ -293,10 +158,10 @@ def _cache(axes: Axes, timeline: Timeline, position: Position, high: float) -> N
     series: dict[tuple[int, str, str | None, int | None], list[tuple[float, int]]] = {}
     limits: set[int] = set()
     for lane in timeline.lanes:
-        for c in lane.compiles:
-            if c.cache_size is not None and c.limit and c.cls != "backward":
-                series.setdefault((c.lane, c.frame, c.file, c.line), []).append((position(lane, c.end), c.cache_size))
-                limits.add(c.limit)
+        counted = [c for c in lane.compiles if c.cache_size is not None and c.limit and c.cls != "backward"]
+        for c, x in zip(counted, position(lane, [c.end for c in counted]), strict=True):
+            series.setdefault((c.lane, c.frame, c.file, c.line), []).append((float(x), c.cache_size or 0))
+            limits.add(c.limit or 0)
     ranked = sorted(series.values(), key=lambda points: -max(size for _, size in points))[:40]
     for i, points in enumerate(reversed(ranked)):
         x, y = np.array([*points, (high, points[-1][1])]).T
@@ -307,15 +172,15 @@ def _cache(axes: Axes, timeline: Timeline, position: Position, high: float) -> N
         if limit <= max(16, 2 * top):
             axes.axhline(limit, color="#D55E00", linestyle=(0, (4, 2)), linewidth=1.1)
             axes.annotate(
-                f"limit {limit}", (1, limit), xycoords=("axes fraction", "data"), xytext=(-4, -3),
-                textcoords="offset points", ha="right", va="top", size=7.5, color="#A84600",
+                f"limit {limit}", (1, limit), xycoords=("axes fraction", "data"), xytext=(5, 0),
+                textcoords="offset points", ha="left", va="center", size=7.5, color="#A84600",
             )  # fmt: skip
     near = [limit for limit in limits if limit <= max(16, 2 * top)]
     axes.set_ylim(0, max([top, *near]) * 1.12 + 0.2)
     axes.set_ylabel("cache entries", size=8.5)
-    (lane, frame, _, _), points = max(series.items(), key=lambda item: max(size for _, size in item[1]))
-    fullest_name = clean(f"fullest: {frame} in {timeline.lanes[lane].name}", 70)
-    axes.text(0.006, 0.92, fullest_name, transform=axes.transAxes, size=7.5, color="#0072B2", va="top")
+    (at, frame, _, _), points = max(series.items(), key=lambda item: max(size for _, size in item[1]))
+    name = f"{clean(frame, 26)}\nin {clean(timeline.lanes[at].name, 23)}"
+    axes.text(1.018, 0.0, f"fullest: {name}", transform=axes.transAxes, size=7.5, color="#0072B2", va="bottom")
 
 
 def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
@@ -339,7 +204,7 @@ def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
         if lane.wasted > 0.005 and len(lanes) <= 32:
             text = f" {seconds(lane.wasted)} wasted"
             axes.text(left[i], i, text, va="center", size=7.5, color=INK, weight="bold")
-    axes.set_xlim(0, longest * 1.55)
+    axes.set_xlim(0, longest * 1.8)
     axes.tick_params(length=0, labelsize=7.5)
     axes.set_xlabel("seconds by thread", size=8.5)
     present = [style for part, style in PART_LOOKS.items() if any(parts[part] > 0 for parts in split)]
@@ -365,7 +230,7 @@ def _legend(figure: Figure, timeline: Timeline, height: float) -> None:
         )  # fmt: skip
 
 
-def _table(figure: Figure, offenders: list[Any], inches: float, height: float) -> None:
+def _table(figure: Figure, offenders: list[Offender], inches: float, height: float) -> None:
     if not offenders:
         return
     y = inches - 0.16
@@ -377,10 +242,10 @@ def _table(figure: Figure, offenders: list[Any], inches: float, height: float) -
         change = f": {offender.changes[0]}" if offender.changes else ""
         more = f" and {len(offender.changes) - 1} more" if len(offender.changes) > 1 else ""
         count = f"{offender.count}×"
-        figure.text(0.060, y / height, cost, size=9, weight="bold", ha="right", va="bottom")
+        figure.text(0.080, (y + 0.02) / height, cost, size=8.8, weight="bold", ha="right", va="bottom")
         text = f"{count} {offender.frame}{change}{more}{where}"
-        figure.text(0.070, (y + 0.02) / height, clean(text, 150), size=8.8, va="bottom")
-        figure.text(0.070, (y - 0.02) / height, clean(offender.advice, 170), size=8.2, color=FAINT, va="top")
+        figure.text(0.088, (y + 0.02) / height, clean(text, 150), size=8.8, va="bottom")
+        figure.text(0.088, (y - 0.02) / height, clean(offender.advice, 170), size=8.2, color=FAINT, va="top")
 
 
 def _short_path(where: str) -> str:

@@ -8,7 +8,10 @@ from typing import Any
 
 from dflash_lib.events import EventLog
 
-HARD_TEXT = "</script><img src=x onerror=alert(1)> &amp; ' \" \\ \u2028 \u202e \x00 \x1b[31m \U0001f600 e\u0301 \u05d0 $x_1$ %s {0}"
+HARD_TEXT = (
+    "</script><img src=x onerror=alert(1)> &amp; ' \" \\ \u2028 \u202e \x00 \x1b[31m"
+    " \U0001f600 e\u0301 \u05d0 $x_1$ %s {0} \ud800"
+)
 
 
 def compile_fields(**changes: Any) -> dict[str, Any]:
@@ -122,12 +125,13 @@ def huge(log: EventLog, *, lanes: int = 64, events: int = 100_000) -> EventLog:
         clock[lane] = start + seconds
         cls = classes[draw.choices(range(7), (1, 60, 30, 5, 1, 2, 1))[0]]
         reason = f"tensor 'x' size mismatch at index 1. expected {n}, actual {n + 1}" if cls != "first" else None
+        waited = draw.choice((0.0, 0.02))
         shared: dict[str, Any] = {"thread": f"drafter-{lane}", "device": f"cuda:{lane % 8}", "step": n // lanes + 1}
         log.emit(
             "compile",
             **shared,
             t=clock[lane],
-            **compile_fields(start=start, seconds=seconds, wait_seconds=draw.choice((0.0, 0.02)), cls=cls, reason=reason),
+            **compile_fields(start=start, seconds=seconds, wait_seconds=waited, cls=cls, reason=reason),
         )
         clock[lane] += 0.05
         log.emit("step", **shared, t=clock[lane], loss=5 * math.exp(-n / events) + draw.random(), tokens=1, seconds=0.1)
