@@ -14,7 +14,7 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -94,14 +94,57 @@ OptionalText = Annotated[str | None, _optional(lambda value: str(value) if isins
 Texts = Annotated[list[str] | str, BeforeValidator(_list_or_comma_text)]
 
 
-class RunConfig(BaseModel):
+class Parameters(BaseModel):
+    """Named choices of a notebook: typed, frozen, and nothing that is not known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any) -> Self:
+        """Takes every name of a notebook that was not there before its parameters cell.
+
+        Args:
+            namespace: the notebook's ``globals()``.
+            before: ``set(globals())``, taken in a cell before the parameters cell.
+            overrides: values that win over the namespace's.
+
+        Modules and names with a leading underscore are passed over, and so are ``before`` itself and the names
+        IPython makes. Everything else must be a field.
+
+        Raises:
+            ConfigError: one line for each unknown name and each wrong value.
+        """
+        known_before = set(before or ()) | {"before", "In", "Out", "exit", "quit", "get_ipython", "open"}
+        values = {
+            name: value
+            for name, value in namespace.items()
+            if name not in known_before and not name.startswith("_") and not isinstance(value, types.ModuleType)
+        }
+        return cls.from_dict({**values, **overrides})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Builds it from plain values.
+
+        Raises:
+            ConfigError: one line for each unknown name and each wrong value.
+        """
+        lines = [_unknown(name, cls.model_fields) for name in values if name not in cls.model_fields]
+        try:
+            config = cls.model_validate({k: v for k, v in values.items() if k in cls.model_fields})
+        except ValidationError as error:
+            raise ConfigError("\n".join(lines + _lines(error))) from None
+        if lines:
+            raise ConfigError("\n".join(lines))
+        return config
+
+
+class RunConfig(Parameters):
     """Every choice of a run. Lengths are in tokens, times in seconds, probabilities between 0 and 1.
 
     A notebook builds it with :meth:`from_namespace`, a shell with :meth:`from_file`. Frozen: a run's
     ``config.json`` is this object and nothing else.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     # --- the run ------------------------------------------------------------------------------------------------
     name: str = Field("drafter", pattern=r"^[A-Za-z0-9._-]+$", description="first part of the run folder's name")
@@ -231,47 +274,6 @@ class RunConfig(BaseModel):
         return self
 
     # --- from and to the outside --------------------------------------------------------------------------------
-    @classmethod
-    def from_namespace(
-        cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any
-    ) -> RunConfig:
-        """Takes every name of a notebook that was not there before its parameters cell.
-
-        Args:
-            namespace: the notebook's ``globals()``.
-            before: ``set(globals())``, taken in a cell before the parameters cell.
-            overrides: values that win over the namespace's.
-
-        Modules and names with a leading underscore are passed over, and so are ``before`` itself and the names
-        IPython makes. Everything else must be a field.
-
-        Raises:
-            ConfigError: one line for each unknown name and each wrong value.
-        """
-        known_before = set(before or ()) | {"before", "In", "Out", "exit", "quit", "get_ipython", "open"}
-        values = {
-            name: value
-            for name, value in namespace.items()
-            if name not in known_before and not name.startswith("_") and not isinstance(value, types.ModuleType)
-        }
-        return cls.from_dict({**values, **overrides})
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Builds it from plain values.
-
-        Raises:
-            ConfigError: one line for each unknown name and each wrong value.
-        """
-        lines = [_unknown(name, cls.model_fields) for name in values if name not in cls.model_fields]
-        try:
-            config = cls.model_validate({k: v for k, v in values.items() if k in cls.model_fields})
-        except ValidationError as error:
-            raise ConfigError("\n".join(lines + _lines(error))) from None
-        if lines:
-            raise ConfigError("\n".join(lines))
-        return config
-
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> RunConfig:
         """Reads a JSON or YAML file (a run's ``config.json`` among them); ``overrides`` win over it.
