@@ -70,7 +70,9 @@ class Panel:
             if self._html[name].value != value:
                 self._html[name].value = value
         self._bar.value = min(1.0, board.step / board.steps) if board.steps else 0.0
-        self._bar.bar_style = {"failed": "danger", "finished": "success"}.get(board.state, "info")
+        self._bar.bar_style = {"failed": "danger", "finished": "success", "completed": "success"}.get(
+            board.state, "info"
+        )
         lanes = board.lanes.values()
         alive = controls and not board.ended and any(lane.state not in ENDED for lane in lanes)
         paused = any(lane.state == "paused" or lane.request == "pause" for lane in lanes)

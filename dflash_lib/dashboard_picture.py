@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .dashboard_state import Board
-from .dashboard_view import CLASSES, DASHES, LANE_COLOURS, amount, duration, merged, page
+from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page
 from .run_folder import write_text
+from .timeline_style import look
 
-HATCHES = {"recompile": "////", "backward": "....", "race_duplicate": "xx", "eager_fallback": "\\\\", "failed": "**"}
 _LINES = {"": "-", "6 3": "--", "2 2": ":", "8 3 2 3": "-."}
 
 
@@ -61,17 +61,16 @@ def _draw_compiles(axes: Any, board: Board) -> None:
     for c, end, _ in merged(board.compiles, now / 400):
         bars.setdefault(c.cls, []).append((c.start, max(end - c.start, now / 400), rows[c.thread]))
     for cls, spans in bars.items():
-        colour, words = CLASSES.get(cls, ("#9aa0a6", cls))
         axes.barh(
             [row for *_, row in spans],
             [width for _, width, _ in spans],
             left=[start for start, *_ in spans],
             height=0.7,
-            color=colour,
-            hatch=HATCHES.get(cls),
+            color=look(cls).colour,
+            hatch=look(cls).hatch or None,
             edgecolor="white",
             linewidth=0,
-            label=words,
+            label=look(cls).label,
         )
     axes.set_xlim(0, now)
     axes.set_ylim(len(names) - 0.4, -0.6)

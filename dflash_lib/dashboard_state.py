@@ -20,8 +20,9 @@ WORDS: dict[str, tuple[str, str]] = {
     "stopped": ("stopped", "quiet"),
     "failed": ("failed", "bad"),
     "finished": ("finished", "quiet"),
+    "completed": ("completed", "good"),
 }
-ENDED = frozenset({"stopped", "failed", "finished"})
+ENDED = frozenset({"stopped", "failed", "finished", "completed"})
 # The state that shows that a request took effect in a lane.
 _EFFECT = {
     "pause": {"paused"} | ENDED,
@@ -55,7 +56,7 @@ class Series:
         self.x.append(self._pending[-1][0])
         self.y.append(sum(value for _, value in self._pending) / len(self._pending))
         self._pending.clear()
-        if len(self.x) >= self.limit:
+        if len(self.x) >= self.limit - self.limit % 2:  # an even number: neighbours pair up, and the newest stays
             self.y = [(a + b) / 2 for a, b in zip(self.y[::2], self.y[1::2], strict=False)]
             self.x = self.x[1::2]
             self._stride *= 2
@@ -103,9 +104,9 @@ class Lane:
 
     @property
     def words(self) -> str:
-        """The state in words, with what it is about: ``compiling attention``, ``paused``."""
+        """The state in words, with what it is about where that is short: ``compiling: attention``, ``paused``."""
         words = WORDS.get(self.state, (self.state, "quiet"))[0]
-        if self.state in ("compiling", "waiting_compile") and self.detail:
+        if self.state in ("compiling", "waiting_compile", "running") and self.detail:
             return f"{words}: {self.detail}"
         return words
 
@@ -158,7 +159,7 @@ class Board:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED or self.state == "completed"
+        return self.state in ENDED
 
     def seconds_left(self) -> float | None:
         """Time to the last step at the pace of the last steps; None before it can be told."""
@@ -218,6 +219,10 @@ class Board:
             self.config.update(event["config"])
         if isinstance(event.get("steps"), int):
             self.config["steps"] = event["steps"]
+        names, devices = event.get("lanes"), event.get("devices")
+        for i, name in enumerate(names if isinstance(names, list) else ()):
+            lane = self.lanes.setdefault(str(name), Lane(str(name)))
+            lane.device = str(devices[i]) if isinstance(devices, list) and i < len(devices) else lane.device
 
     def _on_step(self, event: Mapping[str, Any], t: float) -> None:
         lane, step = self._lane(event), event.get("step")
@@ -236,7 +241,7 @@ class Board:
         if tokens is not None and seconds:
             lane._recent.append((t, tokens, seconds))
             lane.tokens_per_second = sum(r[1] for r in lane._recent) / sum(r[2] for r in lane._recent)
-        if not self._pace or self.step > self._pace[-1][1]:
+        if self.step > (self._pace[-1][1] if self._pace else 0):
             self._pace.append((t, self.step))
 
     def _on_compile(self, event: Mapping[str, Any], t: float) -> None:
@@ -270,8 +275,15 @@ class Board:
         if lane is None:  # the main thread speaks for the run
             self.state = state
             return
-        lane.state, lane.since = state, t
-        lane.detail = event["detail"] if isinstance(event.get("detail"), str) else None
+        if isinstance(event.get("request"), str):  # the trainer heard a request; the lane is where it was
+            lane.request = event["request"]
+            state = state if state == "stopping" and lane.state != "compiling" else lane.state
+            return self._move(lane, state, lane.detail, t)
+        self._move(lane, state, event["detail"] if isinstance(event.get("detail"), str) else None, t)
+
+    def _move(self, lane: Lane, state: str, detail: str | None, t: float) -> None:
+        lane.since = t if state != lane.state else lane.since
+        lane.state, lane.detail = state, detail
         if state in _EFFECT.get(lane.request or "", ENDED):
             lane.request = None
 
@@ -288,8 +300,8 @@ class Board:
 
     def _on_evaluation(self, event: Mapping[str, Any], t: float) -> None:
         step = event.get("step") if isinstance(event.get("step"), int) else None
-        sets = event.get("sets")
-        found = [(str(s.get("name")), _number(s.get("tau_mean"))) for s in sets or () if isinstance(s, Mapping)]
+        sets = event["sets"] if isinstance(event.get("sets"), list) else ()
+        found = [(str(s.get("name")), _number(s.get("tau_mean"))) for s in sets if isinstance(s, Mapping)]
         found += [(which, _number(event.get(key))) for key, which in _TAUS if key in event]
         self.evaluations += [(step, name, tau) for name, tau in found if tau is not None]
         self._fulfilled("evaluate")

@@ -7,20 +7,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from .dashboard_state import WORDS, Board, Compile, Lane
+from .timeline_style import CLASS_LOOKS, look
 
 # One hue a lane, told apart with common colour blindness and readable on white and on near-black; a dash as well.
 LANE_COLOURS = ("#3d8bd4", "#d9822b", "#1f9e7a", "#c76bb0", "#8a7be0", "#a8932a", "#d3574e", "#5aa6b8")
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-CLASSES: dict[str, tuple[str, str]] = {  # class of a compile -> colour, words
-    "first": ("#3d8bd4", "first compile"),
-    "recompile": ("#d9822b", "recompile"),
-    "backward": ("#1f9e7a", "backward"),
-    "race_duplicate": ("#c76bb0", "race duplicate"),
-    "eager_fallback": ("#d3574e", "fell back to eager"),
-    "cache_hit": ("#9aa0a6", "cache hit"),
-    "failed": ("#8b1a1a", "failed"),
-}
-
 STYLE = """<style>
 .df {font: 13px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, #222)}
 .df table {border-collapse: collapse; width: 100%; margin: 4px 0}
@@ -37,6 +28,7 @@ STYLE = """<style>
 .df .small {font-size: 12px; color: var(--jp-ui-font-color2, #555)}
 .df svg {display: block; max-width: 100%; height: auto}
 .df svg text {fill: var(--jp-ui-font-color1, #222); font: 11px var(--jp-ui-font-family, system-ui, sans-serif)}
+.df svg .bar {stroke: var(--jp-ui-font-color2, #777); stroke-width: 0.4}
 .df svg .axis {stroke: var(--jp-ui-font-color3, #999)}
 .df svg .grid {stroke: var(--jp-border-color2, #ddd)}
 .df .scroll {overflow-x: auto} .df ul {margin: 2px 0; padding-left: 18px}
@@ -125,7 +117,8 @@ def _lane_row(lane: Lane, index: int) -> str:
     return (
         f'<tr data-lane="{text(lane.name)}"><td><b style="color:{colour}">▍</b>{text(lane.name)} '
         f'<span class="small">{text(lane.device or "")}</span></td>'
-        f'<td><span class="chip {tone}">{text(lane.words)}</span>{note}</td><td class="n">{lane.step}</td>'
+        f'<td><span class="chip {tone}" title="{text(lane.detail or "")}">{text(lane.words)}</span>{note}</td>'
+        f'<td class="n">{lane.step}</td>'
         f'<td class="n">{loss}</td><td>{_spark(lane, colour)}</td><td class="n">{amount(lane.tokens_per_second)}</td>'
         f'<td class="n">{memory}</td><td class="n">{compiles}</td><td class="n">{duration(lane.compile_seconds)}</td>'
         f'<td class="n">{duration(lane.wait_seconds)}</td>'
@@ -134,7 +127,8 @@ def _lane_row(lane: Lane, index: int) -> str:
 
 
 def _spark(lane: Lane, colour: str, width: int = 90, height: int = 20) -> str:
-    points = lane.losses.points()[-120:]
+    points = lane.losses.points()
+    points = points[:: len(points) // 60 + 1]
     if len(points) < 2:
         return ""
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -148,7 +142,8 @@ def _spark(lane: Lane, colour: str, width: int = 90, height: int = 20) -> str:
 def losses(board: Board, width: int = 520, height: int = 190) -> str:
     """Every lane's loss against the optimizer step, in one plot."""
     curves = [(i, lane, lane.losses.points()) for i, lane in enumerate(board.lanes.values())]
-    curves = [curve for curve in curves if curve[2]]
+    fewer = len(curves) // 8 + 1
+    curves = [(i, lane, points[::fewer]) for i, lane, points in curves if points]
     left, right, top, bottom = 44, width - 8, 18, height - 30
     last = max([x for *_, points in curves for x, _ in points[-1:]], default=1.0)
     x_range = (min([p[0][0] for *_, p in curves], default=0.0), max(last, board.steps or 1))
@@ -185,14 +180,16 @@ def compiles(board: Board, width: int = 520) -> str:
         for lane in board.lanes.values()
         if lane.state == "compiling" and not board.ended
     ]
+    groups = [*merged(board.compiles, 1 / scale), *((c, now, 1) for c in running)]
     bars = "".join(
-        _bar(c, end, left, scale, top + step * rows[c.thread], step, count)
-        for c, end, count in [*merged(board.compiles, 1 / scale), *((c, now, 1) for c in running)]
+        _bar(c, end, left, scale, top + step * rows[c.thread], step, count if len(groups) < 600 else None)
+        for c, end, count in groups
     )
-    seen = [cls for cls in CLASSES if any(c.cls == cls for c in board.compiles)]
+    classes = {c.cls for c in board.compiles}
+    seen = [cls for cls in CLASS_LOOKS if cls in classes]
     legend = "".join(
-        f'<rect x="{left + 108 * (i % 4)}" y="{height - 14 + 0 * i}" width="9" height="9" fill="{CLASSES[cls][0]}"/>'
-        f'<text x="{left + 13 + 108 * (i % 4)}" y="{height - 5}">{CLASSES[cls][1]}</text>'
+        f'<rect x="{left + 108 * (i % 4)}" y="{height - 14 + 0 * i}" width="9" height="9" fill="{look(cls).colour}"/>'
+        f'<text x="{left + 13 + 108 * (i % 4)}" y="{height - 5}">{look(cls).label}</text>'
         for i, cls in enumerate(seen[:4])
     )
     total = sum(lane.compile_seconds for lane in board.lanes.values())
@@ -219,20 +216,23 @@ def merged(compiles: Sequence[Compile], gap: float) -> list[tuple[Compile, float
     return [(c, end, count) for c, end, count in groups]
 
 
-def _bar(c: Compile, end: float, left: float, scale: float, y: float, height: float, count: int) -> str:
-    colour, words = CLASSES.get(c.cls, ("#9aa0a6", c.cls))
+def _bar(c: Compile, end: float, left: float, scale: float, y: float, height: float, count: int | None) -> str:
+    """A rectangle; ``count`` is how many compiles it stands for (None: too many bars for a title on each)."""
+    colour, words = look(c.cls).colour, look(c.cls).label
     x, wide = left + c.start * scale, max(1.5, (end - c.start) * scale)
     if c.seconds is None:
-        look = f'fill="{colour}" fill-opacity="0.3" stroke="{colour}" stroke-dasharray="3 2"'
+        paint = f'fill="{colour}" fill-opacity="0.3" stroke="{colour}" stroke-dasharray="3 2"'
         title = f"{c.thread}: compiling {c.frame}, {duration(end - c.start)} so far"
     else:
-        look = f'fill="{colour}"'
-        many = f"{count} compiles, the first: " if count > 1 else ""
+        paint = f'class="bar" fill="{colour}"'
+        many = f"{count} compiles, the first: " if count and count > 1 else ""
         title = f"{c.thread}: {many}{c.frame}, {words}, {c.seconds:.2f} s" + (f"\n{c.reason}" if c.reason else "")
     inner = max(1.0, height - 4)
+    place = f'x="{x:.1f}" y="{y + (height - inner) / 2:.1f}" width="{wide:.1f}" height="{inner:.1f}"'
     return (
-        f'<rect x="{x:.1f}" y="{y + (height - inner) / 2:.1f}" width="{wide:.1f}" height="{inner:.1f}" {look}>'
-        f"<title>{text(title[:500])}</title></rect>"
+        f"<rect {place} {paint}/>"
+        if count is None
+        else f"<rect {place} {paint}><title>{text(title[:500])}</title></rect>"
     )
 
 

@@ -16,7 +16,7 @@ from dflash_lib.run_folder import new_run_dir, write_status
 
 
 class FakeTrainer:
-    """Takes ``steps`` steps of ``seconds`` in each of ``threads`` threads, compiling at step 1 and at step 6."""
+    """Takes ``steps`` steps of ``seconds`` in each of ``threads`` threads, compiling at step 1 and at step 60."""
 
     def __init__(
         self, config: RunConfig, threads: int = 2, seconds: float = 0.05, compile_seconds: float = 0.5
@@ -54,7 +54,7 @@ class FakeTrainer:
                 if self._stop.is_set():
                     emit("state", state="stopped")
                     return
-                if step in (1, 6):
+                if step in (1, 60):
                     if index:
                         emit("state", state="waiting_compile")
                         time.sleep(self.compile_seconds / 2)

@@ -113,7 +113,9 @@ def own_greedy(target: Target, prompt: Sequence[int], count: int, stop_ids: Sequ
 class Oracle:
     """Drafts the target's own future, so that every draft is accepted; ``right`` of B-1 drafts are right if given."""
 
-    def __init__(self, block_size: int, prompts: Sequence[Sequence[int]], futures: Sequence[Sequence[int]], right: int = 99):
+    def __init__(
+        self, block_size: int, prompts: Sequence[Sequence[int]], futures: Sequence[Sequence[int]], right: int = 99
+    ):
         self.block_size, self.right = block_size, right
         self.texts = [[*prompt, *future] for prompt, future in zip(prompts, futures, strict=True)]
         self.rows: list[int] = []

@@ -178,8 +178,9 @@ class Lab:
         page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
 
     @staticmethod
-    def kernel_status(page: Any) -> str:
-        return page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status")
+    def cell_is_running(page: Any) -> bool:
+        """Whether a cell is at work. (The kernel's own status turns idle after each answered widget message.)"""
+        return "[*]:" in page.locator(".jp-InputArea-prompt").all_inner_texts()
 
     def close(self) -> None:
         """Ends the server and its kernels: they are in the process group that was started for them."""
