@@ -21,7 +21,21 @@ from dflash_lib import prompts as prompt_sets
 from dflash_lib.decode import Decoded, Lossless
 from dflash_lib.drafter import Drafter
 from dflash_lib.errors import UserError
+from dflash_lib.simulate import Simulated, simulated
 from dflash_lib.storage import write_json
+
+__all__ = [
+    "EvaluationError",
+    "Simulated",
+    "bootstrap",
+    "draw",
+    "evaluate",
+    "evaluate_checkpoint",
+    "simulated",
+    "speed",
+    "summary",
+    "table",
+]
 
 RESAMPLES = 2000
 
