@@ -87,14 +87,16 @@ def demo(
 @app.command()
 def regenerate(
     out: Annotated[Path, typer.Argument(help="JSON lines file to write; an unfinished one is continued.")],
-    count: Annotated[int, typer.Option(min=1, help="Conversations to make.")] = 100,
+    count: Annotated[int | None, typer.Option(min=1, help="Conversations to make; none: all of --prompts.")] = None,
+    heldout: Annotated[int, typer.Option(min=0, help="Conversations for --heldout-out, disjoint from the rest.")] = 0,
+    heldout_out: Annotated[Path | None, typer.Option(help="JSON lines file of held-out conversations.")] = None,
     target: Annotated[str, typer.Option(help="'smollm2', a hub id, or a local folder.")] = "smollm2",
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines whose user turns are answered; none: sampled.")
+        Path | None, typer.Option(help="JSON lines whose user turns are answered; none: the target asks too.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 192,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.8,
-    batch: Annotated[int, typer.Option(min=1, help="Conversations decoded together.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; 0 is greedy.")] = 0.0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Conversations decoded together.")] = None,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda:0', ...")] = "auto",
     seed: int = 0,
     as_json: JsonFlag = False,
@@ -106,17 +108,22 @@ def regenerate(
     from dflash_lib import data
     from dflash_lib import target as targets
 
+    if count is None and prompts is None:
+        raise UserError("--count: say how many conversations to make (or give --prompts)")
     made = data.regenerate(
         targets.load(target).to(_device(device)),
         prompts,
-        count=count,
         out=out,
+        count=count,
+        heldout=heldout,
+        heldout_out=heldout_out,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        batch=batch,
+        batch_size=batch_size,
         seed=seed,
     )
-    _say({"out": str(made), "count": count}, as_json)
+    print(made)
+    _say({"out": str(made)}, as_json)
 
 
 @app.command()

@@ -90,6 +90,7 @@ def run(
     device: str = "cpu",
     backend: str | None = None,
     repeat: int = 2,
+    same_lengths: bool = False,
     compare: bool = True,
     stall: float = 15.0,
     timeout: float = 120.0,
@@ -104,6 +105,7 @@ def run(
         device: ``"cpu"`` or ``"cuda:0"``: one device, which all lanes share.
         backend: of torch.compile; None: ``aot_eager`` on a CPU, ``inductor`` on CUDA.
         repeat: steps a lane does at one row length before it takes the next.
+        same_lengths: all lanes take the same lengths; else each lane is a length ahead of the one before it.
         compare: also run each lane alone, and compare the losses bit for bit (compile_storm).
         stall: seconds without any progress that count as a hang.
         timeout: seconds after which the process writes its stacks and dies, whatever it is doing.
@@ -118,7 +120,7 @@ def run(
     backend = backend or ("aot_eager" if device == "cpu" else "inductor")
     spec: dict[str, Any] = {"strategy": strategy, "workload": workload, "device": device, "backend": backend}
     spec |= {"steps": steps, "seconds": seconds, "threads": threads, "repeat": repeat, "compare": compare}
-    spec |= {"stall": stall, "timeout": timeout}
+    spec |= {"same_lengths": same_lengths, "stall": stall, "timeout": timeout}
     package = Path(__file__).resolve().parent
     paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}

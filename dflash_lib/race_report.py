@@ -180,10 +180,12 @@ def _why_it_survived(result: Result) -> str:
 def _cost(result: Result) -> str:
     costs = result.costs
     if result.strategy == "main_thread_warmup" and "compiles_in_main" in costs:
+        slowest = max(result.first_step_seconds.get(f"drafter-{index}", 0.0) for index in range(result.threads))
         return (
-            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compiles in the "
-            f"main thread, after which {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled the same "
-            f"shape once more; what was set up there stayed there: {', '.join(costs['stays_in_main']) or 'nothing'}."
+            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compile in the "
+            f"main thread; then {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled the same shape "
+            f"again (slowest first step: {slowest:.1f} s). Set up in the main thread and not found in a worker: "
+            f"{', '.join(costs['stays_in_main']) or 'nothing'}."
         )
     if result.strategy == "module_wrapper" and costs.get("reaches_the_tracer") is False:
         return "Measured: during a trace the real module's flag was True while the stand-in's was False."

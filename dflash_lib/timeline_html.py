@@ -13,7 +13,7 @@ from typing import Any
 
 from .reasons import ADVICE
 from .timeline_model import Lane, Timeline
-from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, Look, look, subtitle
+from .timeline_style import PART_LOOKS, WAITING, Look, look, subtitle
 
 TEXT_BUDGET = 3_000_000  # bytes of reasons and changes; beyond, those of the least wasteful compiles are left out
 POINTS = 60_000  # of all loss curves together
@@ -81,7 +81,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
         "classes": list(classes),
         "byclass": [[count, round(spent, 3), round(wait, 3)] for count, spent, wait in classes.values()],
         "looks": {
-            **{cls: _look(cls, look(cls)) for cls in {**CLASS_LOOKS, **classes}},
+            **{cls: _look(cls, look(cls)) for cls in classes},
             "waiting": _look("waiting", WAITING),
         },
         "parts": [[part, style.label, style.colour] for part, style in PART_LOOKS.items()],

@@ -52,17 +52,8 @@ def _compile(c: Compile, lane: Lane, tid: int) -> list[Event]:
     shared = {"ph": "X", "pid": lane.node, "tid": tid}
     found = []
     if start > begin:
-        wait = {"for": c.frame, "seconds": c.wait}
-        found.append(
-            {
-                **shared,
-                "name": "waiting for another compile",
-                "cat": "waiting",
-                "ts": begin,
-                "dur": start - begin,
-                "args": wait,
-            }
-        )
+        waited = {**shared, "name": "waiting for another compile", "cat": "waiting", "ts": begin, "dur": start - begin}
+        found.append({**waited, "args": {"for": c.frame, "seconds": c.wait}})
     args = {
         "class": look(c.cls).label,
         "reason": c.reason,
