@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dflash_lib.errors import UserError
 from dflash_lib.head import Head
+
+
+class Enough(Exception):
+    """Ends a forward after the last layer that is needed."""
 
 
 class TargetError(UserError):
@@ -114,3 +120,40 @@ def find_stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         value = getattr(source, "eos_token_id", None)
         found |= {value} if isinstance(value, int) else set(value or ())
     return tuple(sorted(found))
+
+
+@torch.no_grad()
+def measure_embedding(decoder: Any, first_layer: nn.Module, embedding: nn.Module, ids: Tensor, name: str) -> float:
+    """The factor between embedding rows and what the first layer reads.
+
+    1 when the embedding module scales by itself or not at all, as all families of transformers 5 do; transformers
+    4.57 multiplies in the model's forward for Gemma 1 and 2 (by sqrt(H)) and Granite (by a setting). Measured, so
+    that it holds for each.
+
+    Raises:
+        TargetError: the first layer reads something else, such as added position embeddings.
+    """
+    seen: list[Tensor] = []
+
+    def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        raise Enough
+
+    handle = first_layer.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with contextlib.suppress(Enough):
+            decoder(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    rows = embedding(ids)
+    read = seen[0].to(rows.device).double()
+    root = torch.tensor(rows.shape[-1] ** 0.5, dtype=rows.dtype)  # rounded as the models round it
+    candidates = (1.0, float(root), float(getattr(decoder.config, "embedding_multiplier", None) or 1.0))
+    rows = rows.double()
+    scale = min(candidates, key=lambda value: float((rows * value - read).square().sum()))
+    if not torch.allclose(rows * scale, read, rtol=2e-2, atol=1e-3 * float(read.abs().max())):
+        raise TargetError(
+            f"target {name!r}: its first layer reads more than scaled embeddings (model type "
+            f"{decoder.config.model_type!r}); rotary decoders such as Llama, Qwen, Gemma and GPT-NeoX are supported"
+        )
+    return scale

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,15 +19,18 @@ from torch import Tensor, nn
 
 from dflash_lib import packaged
 from dflash_lib.anatomy import (
+    Enough,
     TargetError,
     check_layers,
     choose_mask_token,
     find_decoder,
     find_head,
     find_stop_ids,
+    measure_embedding,
     select_layers,
 )
 from dflash_lib.blocks import context_positions
+from dflash_lib.sources import dtype_of, place_of, why_not
 
 
 class Features(NamedTuple):
@@ -41,10 +43,6 @@ class Features(NamedTuple):
 
     features: Tensor
     last_hidden: Tensor | None
-
-
-class _Enough(Exception):
-    """Ends a forward after the last layer that is needed."""
 
 
 _collecting = threading.local()  # .outputs: {layer id: tensor} and .last: layer id to stop after, during a call
@@ -95,7 +93,7 @@ class Target:
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(_hook(index))
         self.head = find_head(model, self.config, name)
-        self._embedding_scale = self._measure_embedding()
+        self._embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
         self._compare_head()
 
     def __repr__(self) -> str:
@@ -152,7 +150,7 @@ class Target:
             positions = positions.to(device)
         with self.collecting(None if last_hidden else max(self.layer_ids)) as outputs:
             hidden = None
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(Enough):
                 hidden = self.decoder(
                     input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
                 ).last_hidden_state
@@ -257,39 +255,6 @@ class Target:
         return torch.tensor([[min(5, last), last // 2, last // 3, min(11, last)]], device=self.device)
 
     @torch.no_grad()
-    def _measure_embedding(self) -> float:
-        """The factor between embedding rows and what the first layer reads: measured, so that it holds for every
-        family (Gemma scales by sqrt(H), Granite by a setting, most by 1)."""
-        seen: list[Tensor] = []
-
-        def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(args[0] if args else kwargs["hidden_states"])
-            raise _Enough
-
-        handle = self.layers[0].register_forward_pre_hook(look, with_kwargs=True)
-        try:
-            with contextlib.suppress(_Enough):
-                self.decoder(input_ids=self._probe_ids(), use_cache=False)
-        finally:
-            handle.remove()
-        rows = self.embedding(self._probe_ids()).double()
-        read = seen[0].to(rows.device).double()
-        measured = float((rows * read).sum() / rows.square().sum().clamp_min(1e-30))
-        root = math.sqrt(self.hidden_size)
-        exact = (
-            1.0,
-            float(torch.tensor(root, dtype=self.dtype)),
-            float(getattr(self.config, "embedding_multiplier", 1)),
-        )
-        scale = min(exact, key=lambda value: abs(value - measured))
-        if not torch.allclose(rows * scale, read, rtol=2e-2, atol=1e-3 * float(read.abs().max())):
-            raise TargetError(
-                f"target {self.name!r}: its first layer reads more than scaled embeddings (model type "
-                f"{self.config.model_type!r}); only rotary decoders such as Llama, Qwen, Gemma, GPT-NeoX are supported"
-            )
-        return scale
-
-    @torch.no_grad()
     def _compare_head(self) -> None:
         """The head of this class must give the model's own logits: a wrong scale would train a useless drafter."""
         own = self.model(input_ids=self._probe_ids(), use_cache=False).logits.float()
@@ -381,6 +346,6 @@ def _hook(index: int) -> Any:
         if index in wanted:
             outputs[index] = output[0] if isinstance(output, tuple) else output
         if index == last:
-            raise _Enough
+            raise Enough
 
     return keep
