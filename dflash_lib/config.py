@@ -95,7 +95,7 @@ Texts = Annotated[list[str] | str, BeforeValidator(_list_or_comma_text)]
 
 
 class Parameters(BaseModel):
-    """Named choices of a notebook: typed, frozen, and nothing that is not known."""
+    """Named values from a notebook, a shell or a file: typed, with nothing unknown among them. Frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -137,6 +137,35 @@ class Parameters(BaseModel):
         if lines:
             raise ConfigError("\n".join(lines))
         return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Reads a JSON or YAML file (a run's ``config.json`` among them); ``overrides`` win over it.
+
+        Raises:
+            ConfigError: the file is missing, is not an object, or holds something :meth:`from_dict` refuses.
+        """
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        try:
+            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError) as error:
+            where = getattr(error, "problem_mark", None)
+            line = where.line + 1 if where else getattr(error, "lineno", "?")
+            raise ConfigError(f"{file}: line {line} is not valid {file.suffix.lstrip('.') or 'YAML'}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: holds no names and values (found {type(values).__name__})")
+        try:
+            return cls.from_dict({**values, **overrides})
+        except ConfigError as error:
+            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+
+    def to_json(self) -> str:
+        """All of them as JSON; of a run, the text of its ``config.json``."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
 
 class RunConfig(Parameters):
@@ -272,36 +301,6 @@ class RunConfig(Parameters):
         if self.packing and not self.bucket_lengths:
             raise ValueError("packing: needs bucket_lengths (rows are packed into the largest bucket)")
         return self
-
-    # --- from and to the outside --------------------------------------------------------------------------------
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> RunConfig:
-        """Reads a JSON or YAML file (a run's ``config.json`` among them); ``overrides`` win over it.
-
-        Raises:
-            ConfigError: the file is missing, is not an object, or holds something :meth:`from_dict` refuses.
-        """
-        file = Path(path)
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-        try:
-            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        except (json.JSONDecodeError, yaml.YAMLError) as error:
-            where = getattr(error, "problem_mark", None)
-            line = where.line + 1 if where else getattr(error, "lineno", "?")
-            raise ConfigError(f"{file}: line {line} is not valid {file.suffix.lstrip('.') or 'YAML'}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{file}: holds no names and values (found {type(values).__name__})")
-        try:
-            return cls.from_dict({**values, **overrides})
-        except ConfigError as error:
-            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
-
-    def to_json(self) -> str:
-        """The text of ``config.json``."""
-        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @property
     def decay(self) -> float:
