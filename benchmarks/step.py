@@ -2,10 +2,12 @@
 
     python benchmarks/step.py                       # both shapes, each in a process of its own, cold compile caches
     python benchmarks/step.py --check --profile     # first compare with float64 references, then also list kernels
+    python benchmarks/step.py --variants default keep   # what making activations again costs and saves
     python benchmarks/step.py --shapes tiny --device cpu
 
 10 warm-up and 20 timed steps. Every step draws its anchors, makes its blocks and its mask: what a trainer does,
-except for the target's forward and gradient clipping. The last lines are one JSON object a measurement:
+except for the target's forward and gradient clipping. ``step_ms`` is the mean of the 20, launched one behind the
+other; ``host_ms`` is how long the host was busy launching, by part. The last lines are one JSON object a measurement:
 ``shape, variant, step_ms, peak_gib, first_step_s, percent_of_790`` (model FLOPs against 790 TFLOP/s, what one H200
 reaches in large bfloat16 products; the formula is :func:`step_flops`).
 """
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dflash_lib import blocks, drafter, layer, loss
+from dflash_lib.config import RunConfig
 from dflash_lib.head import Head
+from dflash_lib.replica import Replica
 
 WARM_UP, TIMED = 10, 20
 
@@ -68,47 +72,19 @@ class Variant:
 
     compile: str = "layer"  # "layer": a whole layer and the loss; "attention": attention and the loss; "none"
     chunk_blocks: int | None = None
-    kernel_options: dict[str, Any] = field(default_factory=dict)  # of flex_attention
+    trainer: bool = False  # through replica.Replica: one flat buffer, clipping, figures, as the trainer does it
+    recompute: bool = True  # False: keep what layer.recomputed would make again in the backward pass
 
 
 VARIANTS = {
     "default": Variant(),
+    "trainer": Variant(trainer=True),
+    "keep": Variant(recompute=False),
     "attention": Variant(compile="attention"),
     "eager": Variant(compile="none"),
     "chunk64": Variant(chunk_blocks=64),
     "chunk256": Variant(chunk_blocks=256),
-    "prescale": Variant(kernel_options={"PRESCALE_QK": True}),
-    "bwd64": Variant(
-        kernel_options={
-            "bwd_BLOCK_M1": 64,
-            "bwd_BLOCK_N1": 64,
-            "bwd_BLOCK_M2": 64,
-            "bwd_BLOCK_N2": 64,
-            "bwd_num_warps": 4,
-            "bwd_num_stages": 3,
-        }
-    ),
-    "bwd128": Variant(
-        kernel_options={
-            "bwd_BLOCK_M1": 64,
-            "bwd_BLOCK_N1": 128,
-            "bwd_BLOCK_M2": 128,
-            "bwd_BLOCK_N2": 64,
-            "bwd_num_warps": 8,
-            "bwd_num_stages": 3,
-        }
-    ),
 }
-
-
-def flex_with(options: dict[str, Any]) -> layer.Attention:
-    """flex_attention with these kernel options."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
-
-    return attend if options else layer.flex_attention_call
 
 
 class Step:
@@ -129,18 +105,26 @@ class Step:
         self.response = torch.ones_like(self.ids, dtype=torch.bool)
         self.ids_there, self.response_there = self.ids.to(device), self.response.to(device)
         self.positions = blocks.context_positions(None, shape.length, shape.rows, device)
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=6e-4, fused=True)
         self.chunk_blocks = variant.chunk_blocks
         self.count = 0
+        self.host: dict[str, float] = {}  # seconds spent launching, by part
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
-        attention = flex_with(variant.kernel_options) if self.on_gpu else layer.sdpa_attention
+        attention = layer.flex_attention_call if self.on_gpu else layer.sdpa_attention
         self.attention: layer.Attention = compiled(attention) if variant.compile == "attention" else attention
         self.layer: Callable[..., Tensor] | None = compiled(layer.layer_forward) if variant.compile == "layer" else None
         self.chunk: Callable[..., Any] | None = None if variant.compile == "none" else compiled(loss.loss_chunk)
+        if variant.trainer:
+            self.replica = Replica(
+                self.drafter, RunConfig(block_size=shape.block_size), torch.device(device), self.layer, self.chunk
+            )
+        else:
+            self.replica = None
+            self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=6e-4, fused=True)
 
     def __call__(self) -> Tensor:
         shape = self.shape
         self.count += 1
+        self.began = time.perf_counter()
         anchors, keep = blocks.draw_anchors(
             self.response, shape.anchors, seed=0, epoch=self.count, row_ids=range(shape.rows)
         )
@@ -155,15 +139,24 @@ class Step:
         )
         make_mask = blocks.block_mask if self.on_gpu else blocks.visible_dense
         mask = make_mask(batch.anchors, batch.keep, shape.length, shape.block_size)
+        embeddings = torch.nn.functional.embedding(batch.inputs, self.head.weight)
+        self._launched("blocks")
+        if self.replica is not None:
+            result = self.replica.accumulate(self.features, embeddings, self.positions, batch, mask, self.head)
+            self._launched("forward, loss, backward")
+            self.replica.update()
+            self._launched("optimizer")
+            return result.mean().detach()
         hidden = self.drafter(
             self.features,
-            torch.nn.functional.embedding(batch.inputs, self.head.weight),
+            embeddings,
             self.positions,
             batch.positions,
             mask,
             attention=self.attention,
             layer=self.layer,
         )
+        self._launched("forward")
         result = loss.drafter_loss(
             hidden,
             self.head,
@@ -174,10 +167,18 @@ class Step:
             chunk=self.chunk,
         )
         value = result.mean()
+        self._launched("loss")
         value.backward()
+        self._launched("backward")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._launched("optimizer")
         return value.detach()
+
+    def _launched(self, part: str) -> None:
+        now = time.perf_counter()
+        self.host[part] = self.host.get(part, 0.0) + now - self.began
+        self.began = now
 
 
 def config_of(shape: Shape, dtype: torch.dtype) -> drafter.DrafterConfig:
@@ -221,34 +222,32 @@ def measure(name: str, variant: str, device: str, profile: bool, backend: str) -
     on_gpu = device.startswith("cuda")
     synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
     started = time.perf_counter()
+    if not VARIANTS[variant].recompute:
+        layer.recomputed = lambda function, *arguments: function(*arguments)
     step = Step(SHAPES[name], VARIANTS[variant], device, backend)
     first = float(step())
     synchronize()
     first_step = time.perf_counter() - started
     for _ in range(WARM_UP - 1):
         step()
-    times = []
+    synchronize()
+    step.host.clear()
+    began = time.perf_counter()
     for _ in range(TIMED):
-        synchronize()
-        began = time.perf_counter()
         last = step()
-        launched = time.perf_counter()
-        synchronize()
-        times.append((time.perf_counter() - began, launched - began))
-    flops = step_flops(SHAPES[name])
-    ordered = sorted(total for total, _ in times)
-    mean = sum(ordered) / len(ordered)
+    synchronize()
+    seconds = (time.perf_counter() - began) / TIMED
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     if profile and on_gpu:
         print_kernels(step)
     return {
         "shape": name,
         "variant": variant,
-        "step_ms": round(mean * 1e3, 2),
-        "median_ms": round(ordered[len(ordered) // 2] * 1e3, 2),
-        "host_ms": round(sum(host for _, host in times) / len(times) * 1e3, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
+        "step_ms": round(seconds * 1e3, 2),
+        "host_ms": {part: round(spent / TIMED * 1e3, 1) for part, spent in step.host.items()},
+        "peak_gib": None if peak is None else round(peak, 2),
         "first_step_s": round(first_step, 1),
-        "percent_of_790": round(100 * flops / mean / 790e12, 1),
+        "percent_of_790": round(100 * step_flops(SHAPES[name]) / seconds / 790e12, 1),
         "losses": [round(first, 3), round(float(last), 3)],
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -265,7 +264,7 @@ def print_kernels(step: Step, steps: int = 3, most: int = 22) -> None:
         torch.cuda.synchronize()
     spent: dict[str, list[float]] = {}
     for event in trace.events():
-        if str(event.device_type).endswith("CUDA"):
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith("Optimizer."):
             spent.setdefault(event.name, []).append(event.device_time / 1e3 / steps)
     total = sum(map(sum, spent.values()))
     print(f"  kernels: {total:.1f} ms a step, {sum(map(len, spent.values())) // steps} launches")

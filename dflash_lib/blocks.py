@@ -247,7 +247,11 @@ def visible(
         document_ids: ``[R, S]`` for packed rows: only the anchor's own document is seen.
         window: a block sees only the last ``window`` context tokens before its anchor; still none at or after it.
     """
-    low, high, own = _intervals(anchors, keep, context_length, block_size, document_ids, window)
+    return _rule(_intervals(anchors, keep, context_length, block_size, document_ids, window), block_size)
+
+
+def _rule(intervals: _Intervals, block_size: int) -> MaskMod:
+    low, high, own = intervals
 
     def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // block_size
@@ -292,9 +296,8 @@ def block_mask(
     tile of keys if any of its blocks touches it, and sees all of it if all of them cover it. Work and memory are
     N x (S + Q) / tile. One mask serves all heads and layers; its tensors have constant shapes.
     """
-    low, high, own = (
-        bound[:, :, None] for bound in _intervals(anchors, keep, context_length, block_size, document_ids, window)
-    )
+    intervals = _intervals(anchors, keep, context_length, block_size, document_ids, window)
+    low, high, own = (bound[:, :, None] for bound in intervals)
     device = anchors.device
     slots = anchors.shape[1] * block_size
     keys = context_length + slots
@@ -314,11 +317,9 @@ def block_mask(
     some = touches[:, members].any(dim=2)
     every = covers[:, members].all(dim=2) & (first_slot + tile <= slots)[:, None]
 
-    partial, full = (some & ~every)[:, None], every[:, None]
-    kv_num_blocks, kv_indices = _ordered(partial)
-    full_kv_num_blocks, full_kv_indices = _ordered(full)
-    q_num_blocks, q_indices = _ordered(partial.transpose(-2, -1))
-    full_q_num_blocks, full_q_indices = _ordered(full.transpose(-2, -1))
+    kinds = torch.stack((some & ~every, every))[:, :, None]  # partial tiles and full ones, one mask for all heads
+    (kv_num_blocks, full_kv_num_blocks), (kv_indices, full_kv_indices) = _ordered(kinds)
+    (q_num_blocks, full_q_num_blocks), (q_indices, full_q_indices) = _ordered(kinds.transpose(-2, -1))
     return BlockMask(
         seq_lengths=(slots, keys),
         kv_num_blocks=kv_num_blocks,
@@ -330,7 +331,7 @@ def block_mask(
         full_q_num_blocks=full_q_num_blocks,
         full_q_indices=full_q_indices,
         BLOCK_SIZE=(tile, tile),
-        mask_mod=visible(anchors, keep, context_length, block_size, document_ids, window),
+        mask_mod=_rule(intervals, block_size),
     )
 
 

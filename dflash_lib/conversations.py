@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_lib.errors import UserError
+
 PACKAGED = "packaged"
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that cannot be used. One line: the file, the line where there is one, what is wrong, what to do."""
 
 
@@ -159,7 +161,7 @@ def _object(raw: bytes) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=no_number)
     except json.JSONDecodeError as error:
         cut = "; the line looks cut" if error.pos >= len(text) or "Unterminated" in error.msg else ""
-        raise _Reason(f"is not valid JSON ({error.msg} at column {error.colno}{cut})") from None
+        raise _Reason(f"is not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno}{cut})") from None
     except (RecursionError, ValueError) as error:
         raise _Reason(f"cannot be read as JSON ({str(error) or type(error).__name__:.80})") from None
     if not isinstance(value, dict):
@@ -187,7 +189,8 @@ def _messages(line: dict[str, Any]) -> tuple[Message, ...]:
     if not answers:
         raise _Reason("has no answer to learn from (no assistant message)")
     if not any(answer.strip() for answer in answers):
-        raise _Reason("has no answer to learn from (every assistant message is empty or white space)")
+        kind = "white space" if any(answers) else "empty, or has no content"
+        raise _Reason(f"has no answer to learn from (its assistant message is {kind})")
     return messages
 
 
@@ -256,5 +259,12 @@ def _lone_surrogate(text: str) -> int:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    names = {dict: "an object", list: "an array", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "an array",
+        str: "text",
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), type(value).__name__)

@@ -97,7 +97,7 @@ class TargetWorker(Worker):
         self.reporter.show("running")
         for step in range(self.trainer.ready.first_step, self.trainer.config.steps):
             for drafter in self.fed:
-                for batch in drafter.rows.step(step):
+                for batch in drafter.batches(step):
                     found = run_target(self.target, batch, drafter.last_hidden)
                     drafter.channel.put(self.hand_over(found, batch, drafter.device), self.wait)
                     self.reporter.show("running")

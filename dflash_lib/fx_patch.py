@@ -12,6 +12,7 @@ Torch keeps much of what a compile touches in process-wide state; :mod:`dflash_l
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 import time
@@ -126,7 +127,7 @@ def _nobody_compiles(patience: float = 60.0) -> Iterator[None]:
     deadline = time.monotonic() + patience
     while True:
         with compile_lock:
-            trace = Tracer.trace.__code__
+            trace = inspect.unwrap(Tracer.trace).__code__
             tracing = [ident for ident, frame in sys._current_frames().items() if _inside(frame, trace)]
             if not tracing:
                 yield

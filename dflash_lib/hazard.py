@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dflash_lib.per_thread import PerThreadGlobals
+from dflash_lib.rewriting import UnknownInternals
+
 Status = Literal["clean", "failed", "crashed", "hung", "not applicable"]
 
 
@@ -36,11 +39,13 @@ class Hazard(ABC):
         name: short, unique, with hyphens.
         description: what goes wrong, in one sentence.
         where: the torch names it lives in.
+        patched: whether :meth:`patch` is in force.
     """
 
     name: str
     description: str
     where: str
+    patched: bool = False
 
     @abstractmethod
     def present(self) -> bool:
@@ -50,18 +55,34 @@ class Hazard(ABC):
             UnknownInternals: neither the dangerous form nor a known harmless one is there.
         """
 
-    @abstractmethod
     def patch(self) -> None:
-        """Isolates it. May be repeated. Callers serialise (see fx_patch)."""
+        """Isolates it. May be repeated. Callers serialise (see fx_patch).
 
-    @abstractmethod
+        Raises:
+            UnknownInternals: torch is not as expected; it is as it was before.
+        """
+        if self.patched:
+            return
+        try:
+            self.isolate()
+        except BaseException:
+            self.undo()
+            raise
+        self.patched = True
+
     def restore(self) -> None:
-        """Undoes :meth:`patch`: torch's objects are the ones they were."""
+        """Undoes :meth:`patch`: torch's objects are the ones they were. May be repeated."""
+        if self.patched:
+            self.undo()
+            self.patched = False
 
-    @property
     @abstractmethod
-    def patched(self) -> bool:
-        """Whether :meth:`patch` is in force."""
+    def isolate(self) -> None:
+        """What :meth:`patch` does the first time."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Takes back :meth:`isolate`, also one that stopped half-way."""
 
     def provoke(self, patched: bool = False, seconds: float = 4.0, timeout: float = 90.0) -> Outcome:
         """Runs the program of the same name (see provocations) in a process of its own, under a watchdog.
@@ -74,3 +95,26 @@ class Hazard(ABC):
         from dflash_lib import provocations
 
         return provocations.run(self.name, patched=patched, seconds=seconds, timeout=timeout)
+
+
+class PerThreadHazard(Hazard):
+    """A hazard that lives in global variables of modules, each of which becomes per-thread."""
+
+    def __init__(self, *variables: PerThreadGlobals) -> None:
+        self.variables = variables
+        self._installed: list[PerThreadGlobals] = []
+
+    def present(self) -> bool:
+        for group in self.variables:
+            for name in group.missing():
+                raise UnknownInternals(name)
+        return True
+
+    def isolate(self) -> None:
+        for group in self.variables:
+            group.install()
+            self._installed.append(group)
+
+    def undo(self) -> None:
+        while self._installed:
+            self._installed.pop().uninstall()

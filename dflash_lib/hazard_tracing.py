@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import threading
+from typing import Any, ClassVar
 
 import torch.fx._symbolic_trace as symbolic_trace
 
-from dflash_lib.hazard import Hazard
+from dflash_lib.hazard import PerThreadHazard
 from dflash_lib.per_thread import PerThreadGlobals
-from dflash_lib.rewriting import UnknownInternals, names_in
+from dflash_lib.rewriting import UnknownInternals, names_in, torchs_own
 
 _FLAG = PerThreadGlobals("torch.fx._symbolic_trace", {"_is_fx_tracing_flag": False}, heal=True)
 
 
-class TracingFlag(Hazard):
+class TracingFlag(PerThreadHazard):
     name = "tracing-flag"
     description = (
         "while one thread traces, another thread's compiled call raises 'Detected that you are using FX to "
@@ -22,23 +23,16 @@ class TracingFlag(Hazard):
     )
     where = "torch.fx._symbolic_trace._is_fx_tracing_flag"
 
+    def __init__(self) -> None:
+        super().__init__(_FLAG)
+
     def present(self) -> bool:
         if not _FLAG.missing():
             return True
         # torch 2.14 made it thread-local itself.
         if isinstance(getattr(symbolic_trace, "_is_fx_tracing_tls", None), threading.local):
             return False
-        raise UnknownInternals(self.where)
-
-    def patch(self) -> None:
-        _FLAG.install()
-
-    def restore(self) -> None:
-        _FLAG.uninstall()
-
-    @property
-    def patched(self) -> bool:
-        return _FLAG.installed
+        raise UnknownInternals("torch.fx._symbolic_trace._is_fx_tracing_flag")
 
 
 class CompilationEnvironment(TracingFlag):
@@ -59,87 +53,50 @@ class CompilationEnvironment(TracingFlag):
         writer = getattr(utils, "_set_compilation_env", None)
         if writer is None:
             raise UnknownInternals(self.where)
-        return "_is_fx_tracing_flag" in names_in(writer.__wrapped__.__code__)
+        return "_is_fx_tracing_flag" in names_in(torchs_own(writer.__wrapped__))
 
 
-class TraceContext(Hazard):
+class TraceContext(PerThreadHazard):
     name = "trace-context"
     description = (
         "what a trace notes down for the nodes it makes (stack traces, annotations, who traces) lands in the graph "
         "that another thread is tracing"
     )
     where = (
-        "torch.fx.traceback.current_meta, should_preserve_node_meta; torch.fx.experimental.proxy_tensor."
-        "_CURRENT_MAKE_FX_TRACER; torch.fx._lazy_graph_module flags; torch._library.fake_impl.global_ctx_getter"
+        "torch.fx.traceback.current_meta, should_preserve_node_meta, current_replay_node; torch.fx.experimental."
+        "proxy_tensor._CURRENT_MAKE_FX_TRACER; torch.fx._lazy_graph_module; torch._library.fake_impl.global_ctx_getter"
     )
-    _VARIABLES = (
-        ("torch.fx.traceback", "current_meta"),
-        ("torch.fx.traceback", "current_replay_node"),
-        ("torch.fx.traceback", "should_preserve_node_meta"),
-        ("torch.fx.traceback", "_should_preserve_node_meta"),
-        ("torch.fx.experimental.proxy_tensor", "_CURRENT_MAKE_FX_TRACER"),
-        ("torch.fx._lazy_graph_module", "_use_lazy_graph_module_flag"),
-        ("torch.fx._lazy_graph_module", "_force_skip_lazy_graph_module_flag"),
-        ("torch._library.fake_impl", "global_ctx_getter"),
-    )
+    _REQUIRED: ClassVar = {"torch.fx.traceback": ("current_meta", "should_preserve_node_meta")}
+    # They came over several releases: those that are there are isolated.
+    _OPTIONAL: ClassVar = {
+        "torch.fx.traceback": ("current_replay_node", "_should_preserve_node_meta"),
+        "torch.fx.experimental.proxy_tensor": ("_CURRENT_MAKE_FX_TRACER",),
+        "torch.fx._lazy_graph_module": ("_use_lazy_graph_module_flag", "_force_skip_lazy_graph_module_flag"),
+        "torch._library.fake_impl": ("global_ctx_getter",),
+    }
 
     def __init__(self) -> None:
-        self._globals: list[PerThreadGlobals] = []
-
-    def present(self) -> bool:
-        for module, name in self._VARIABLES[:3]:
-            if not hasattr(importlib.import_module(module), name):
-                raise UnknownInternals(f"{module}.{name}")
-        return True
-
-    def patch(self) -> None:
-        """Those of the variables that this torch has (they came over several releases)."""
-        if self._globals:
-            return
-        by_module: dict[str, dict[str, object]] = {}
-        for module, name in self._VARIABLES:
-            found = vars(importlib.import_module(module))
-            if name in found:
-                by_module.setdefault(module, {})[name] = found[name]
-        for module, defaults in by_module.items():
-            self._globals.append(PerThreadGlobals(module, defaults))
-            self._globals[-1].install()
-
-    def restore(self) -> None:
-        while self._globals:
-            self._globals.pop().uninstall()
-
-    @property
-    def patched(self) -> bool:
-        return bool(self._globals)
+        groups: list[PerThreadGlobals] = []
+        for name, optional in self._OPTIONAL.items():
+            module = importlib.import_module(name)
+            defaults: dict[str, Any] = {key: getattr(module, key) for key in optional if key in vars(module)}
+            defaults |= {key: getattr(module, key, None) for key in self._REQUIRED.get(name, ())}
+            if defaults:
+                groups.append(PerThreadGlobals(name, defaults))
+        super().__init__(*groups)
 
 
-class SkippedGraphModules(Hazard):
+class SkippedGraphModules(PerThreadHazard):
     name = "skipped-graph-modules"
     description = (
-        "while one thread compiles, every GraphModule that another thread builds is marked as never to be compiled, "
-        "so compiling it later silently leaves it eager"
+        "while one thread compiles, the GraphModules that other threads build go through Dynamo's own function, which "
+        "marks their code as generated and to be skipped"
     )
     where = "torch.fx.graph_module._forward_from_src"
 
     def __init__(self) -> None:
         from torch._dynamo.convert_frame import original_forward_from_src
 
-        self._globals = PerThreadGlobals(
-            "torch.fx.graph_module", {"_forward_from_src": original_forward_from_src}, heal=True
+        super().__init__(
+            PerThreadGlobals("torch.fx.graph_module", {"_forward_from_src": original_forward_from_src}, heal=True)
         )
-
-    def present(self) -> bool:
-        for name in self._globals.missing():
-            raise UnknownInternals(name)
-        return True
-
-    def patch(self) -> None:
-        self._globals.install()
-
-    def restore(self) -> None:
-        self._globals.uninstall()
-
-    @property
-    def patched(self) -> bool:
-        return self._globals.installed

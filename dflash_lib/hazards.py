@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dflash_lib.hazard import Hazard, Outcome
+from dflash_lib.hazard_compiling import BackwardContext, BackwardDeadlock, CompilingFlags, GraphBreakMode, HiddenStates
+from dflash_lib.hazard_settings import AutomaticDynamic, DynamicSettings, InheritedSettings, RecompileLimit
+from dflash_lib.hazard_state import CudagraphTrees, Defaults, Generators, MetricsContext
 from dflash_lib.hazard_tracing import CompilationEnvironment, SkippedGraphModules, TraceContext, TracingFlag
 from dflash_lib.module_calls import ModuleCalls
 
@@ -11,9 +14,22 @@ __all__ = ["ALL", "Hazard", "Outcome", "by_name"]
 ALL: list[Hazard] = [
     TracingFlag(),
     ModuleCalls(),
+    CompilingFlags(),
     CompilationEnvironment(),
+    HiddenStates(),
+    InheritedSettings(),
+    DynamicSettings(),
+    RecompileLimit(),
+    AutomaticDynamic(),
+    BackwardDeadlock(),
+    BackwardContext(),
+    Generators(),
+    Defaults(),
+    MetricsContext(),
+    CudagraphTrees(),
     TraceContext(),
     SkippedGraphModules(),
+    GraphBreakMode(),
 ]
 
 

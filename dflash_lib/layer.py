@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from dflash_lib.rope import Rope, rotate
 
@@ -72,35 +73,57 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(states.dtype)
 
 
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, its results made again in the backward pass instead of kept.
+
+    For elementwise work and norms around the matrix products, whose inputs are kept anyway: half the memory of a
+    layer's activations for a few reads. There is nothing random in them, so no generator is saved or set back.
+    """
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 master in the dtype of the arithmetic; the copy does not live until the backward pass."""
+    return weight if weight.dtype == dtype else recomputed(weight.to, dtype)
+
+
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear map in the dtype of the states, whatever the parameters are stored in."""
-    return functional.linear(states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype))
+    dtype = states.dtype
+    return functional.linear(states, in_dtype(weight, dtype), None if bias is None else bias.to(dtype))
 
 
-def _heads(states: Tensor, head_dim: int) -> Tensor:
-    return states.unflatten(-1, (-1, head_dim))
+def _head_norm(states: Tensor, weight: Tensor, rope: Rope, shape: Shape) -> Tensor:
+    """``[R, T, heads * D]`` -> normed and rotated ``[R, heads, T, D]``."""
+    return rotate(rms_norm(states.unflatten(-1, (-1, shape.head_dim)), weight, shape.eps), rope).transpose(1, 2)
 
 
 def queries(states: Tensor, weights: LayerWeights, rope: Rope, shape: Shape) -> Tensor:
-    bias = weights.biases[0] if weights.biases else None
-    query = rms_norm(_heads(linear(states, weights.q, bias), shape.head_dim), weights.q_norm, shape.eps)
-    return rotate(query, rope).transpose(1, 2)
+    """Queries ``[R, heads, T, D]`` of normed block states ``[R, T, H]``."""
+    query = linear(states, weights.q, weights.biases[0] if weights.biases else None)
+    return recomputed(_head_norm, query, weights.q_norm, rope, shape)
 
 
 def keys_values(states: Tensor, weights: LayerWeights, rope: Rope, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Keys (normed, rotated) and values ``[R, kv heads, T, D]`` of context or block states ``[R, T, H]``."""
+    """Keys (normed, rotated) and values ``[R, kv heads, T, D]`` of context or normed block states ``[R, T, H]``."""
     k_bias, v_bias = weights.biases[1:3] if weights.biases else (None, None)
-    key = rms_norm(_heads(linear(states, weights.k, k_bias), shape.head_dim), weights.k_norm, shape.eps)
-    value = _heads(linear(states, weights.v, v_bias), shape.head_dim)
-    return rotate(key, rope).transpose(1, 2), value.transpose(1, 2)
+    key = recomputed(_head_norm, linear(states, weights.k, k_bias), weights.k_norm, rope, shape)
+    return key, linear(states, weights.v, v_bias).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
 
 
 def finish(states: Tensor, attended: Tensor, weights: LayerWeights, shape: Shape) -> Tensor:
     """What follows attention: output projection, residual, SwiGLU, residual."""
     bias = weights.biases[3] if weights.biases else None
     states = states + linear(attended.transpose(1, 2).flatten(2), weights.o, bias)
-    normed = rms_norm(states, weights.post_norm, shape.eps)
-    return states + linear(functional.silu(linear(normed, weights.gate)) * linear(normed, weights.up), weights.down)
+    normed = recomputed(rms_norm, states, weights.post_norm, shape.eps)
+    inner = recomputed(_swiglu, linear(normed, weights.gate), linear(normed, weights.up))
+    return states + linear(inner, weights.down)
 
 
 def layer_forward(
@@ -114,7 +137,7 @@ def layer_forward(
     attention: Attention,
 ) -> Tensor:
     """One layer: ``states [R, Q, H]`` and ``context [R, S, H]`` -> ``[R, Q, H]``. What a lane compiles on CUDA."""
-    normed = rms_norm(states, weights.input_norm, shape.eps)
+    normed = recomputed(rms_norm, states, weights.input_norm, shape.eps)
     query = queries(normed, weights, block_rope, shape)
     context_key, context_value = keys_values(context, weights, context_rope, shape)
     block_key, block_value = keys_values(normed, weights, block_rope, shape)

@@ -38,13 +38,7 @@ class ModuleCalls(Hazard):
             raise UnknownInternals(name)
         return True
 
-    @property
-    def patched(self) -> bool:
-        return self._globals.installed
-
-    def patch(self) -> None:
-        if self.patched:
-            return
+    def isolate(self) -> None:
         self.present()
         calls = [_CodeSwitch(symbolic_trace._orig_module_call), _CodeSwitch(symbolic_trace._orig_module_getattr)]
         _heal()
@@ -62,11 +56,12 @@ class ModuleCalls(Hazard):
             self._before.append((owner, name, vars(owner)[name]))
             setattr(owner, name, value)
 
-    def restore(self) -> None:
+    def undo(self) -> None:
         while self._before:
             owner, name, value = self._before.pop()
             setattr(owner, name, value)
-        self._globals.uninstall()
+        if self._globals.installed:
+            self._globals.uninstall()
 
 
 def _heal() -> None:

@@ -25,6 +25,7 @@ from dflash_lib.rewriting import (
     plain_for_dynamo,
     rewrite,
     take_back,
+    torchs_own,
 )
 
 
@@ -36,7 +37,7 @@ class PerThreadGlobals:
         defaults: variable -> the value a thread starts with (copied for each thread).
         heal: whether the variables may be stuck at a wrong value, which is then corrected for good.
 
-    ``install`` and ``uninstall`` may be repeated; callers serialise them (see fx_patch).
+    Each ``install`` wants one ``uninstall`` (two hazards may share an object); callers serialise them (see fx_patch).
     """
 
     def __init__(self, module: str, defaults: Mapping[str, Any], *, heal: bool = False) -> None:
@@ -44,6 +45,7 @@ class PerThreadGlobals:
         self.defaults = dict(defaults)
         self.state: Any = None
         self._heal = heal
+        self._users = 0
 
     @property
     def installed(self) -> bool:
@@ -60,14 +62,22 @@ class PerThreadGlobals:
         Raises:
             UnknownInternals: a variable does not exist, or no function of the module uses it.
         """
-        if self.installed:
+        self._users += 1
+        if self._users > 1:
             return
+        try:
+            self._install()
+        except BaseException:
+            self._users -= 1
+            raise
+
+    def _install(self) -> None:
         for name in self.missing():
             raise UnknownInternals(name)
         module = importlib.import_module(self.module_name)
         names = frozenset(self.defaults)
-        users = [function for function in functions_of(module) if names_in(function.__code__) & names]
-        for name in sorted(names.difference(*(names_in(function.__code__) for function in users))):
+        users = [function for function in functions_of(module) if names_in(torchs_own(function)) & names]
+        for name in sorted(names.difference(*(names_in(torchs_own(function)) for function in users))):
             raise UnknownInternals(f"{self.module_name}.{name}", "is used by no function of its module")
 
         state = _new_state(self.defaults)
@@ -88,8 +98,9 @@ class PerThreadGlobals:
         _add_properties(module, {name: _property(state, name) for name in names})
 
     def uninstall(self) -> None:
-        """Puts back the module's class and the functions' code; the variables are the module's own again."""
-        if not self.installed:
+        """With the last user: puts back the module's class and the functions' code; the variables are its own again."""
+        self._users -= 1
+        if self._users:
             return
         _remove_properties(importlib.import_module(self.module_name), self.defaults)
         take_back(self)

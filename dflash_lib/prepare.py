@@ -73,45 +73,6 @@ def demo_devices(lanes: int = 3) -> list[str] | str:
     return [f"cuda:{i % count}" for i in range(max(lanes, count))] if count else "auto"
 
 
-class Rows:
-    """One worker's share of every step's rows: a function of the step alone, so that nothing is shared by threads.
-
-    The rows of a step are the next ``nodes x threads x accumulation x rows`` of an endless order, which (seed, epoch)
-    decide; a resumed run goes on at its position, with any number of threads.
-    """
-
-    def __init__(self, ready: Ready, config: RunConfig, team: Team, rank: int, seed: int, start: int, first_step: int):
-        self.ready, self.config, self.seed = ready, config, seed
-        self.place, self.workers = team.node * team.size + rank, team.nodes * team.size
-        self.start, self.first_step = start, first_step
-
-    def position(self, step: int) -> int:
-        """Rows used by the steps before ``step`` (from 0)."""
-        per_step = self.workers * self.config.accumulation * self.config.rows
-        return self.start + (step - self.first_step) * per_step
-
-    def step(self, step: int) -> list[data.RowBatch]:
-        config, rows = self.config, self.ready.dataset.rows
-        found = []
-        for part in range(config.accumulation):
-            first = self.position(step) + (part * self.workers + self.place) * config.rows
-            places = [divmod(place, len(rows)) for place in range(first, first + config.rows)]
-            epoch = places[0][0]
-            picked = [rows[data.order(len(rows), self.seed, e)[i]] for e, i in places]
-            longest = max(len(row.input_ids) for row in picked)
-            length = next((b for b in self.ready.buckets or [] if b >= longest), longest) if config.bucket_lengths else longest
-            ids = torch.zeros(len(picked), length, dtype=torch.long)
-            mask = torch.zeros(len(picked), length, dtype=torch.bool)
-            for index, row in enumerate(picked):
-                ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
-                mask[index, : len(row.input_ids)] = torch.tensor(row.response_mask)
-            found.append(data.RowBatch([row.id for row in picked], epoch, ids, mask, None, length))
-        return found
-
-    def state(self, step: int) -> dict[str, int]:
-        return {"position": self.position(step)}
-
-
 @dataclass
 class Ready:
     """Everything the threads share: read-only from here on."""
@@ -120,7 +81,7 @@ class Ready:
     on_device: dict[torch.device, Target]  # where whole targets are
     ends: dict[torch.device, Ends]  # embedding and head, on every drafter's device
     dataset: data.Dataset
-    buckets: list[int] | None
+    buckets: list[int]
     drafter: DrafterConfig
     prompts: list[list[int]]
     warm: dict[str, torch.Tensor] | None = None
@@ -131,10 +92,23 @@ class Ready:
         """Optimizer steps finished before this run goes on."""
         return int(self.resumed[0]["replica"]["step"]) if self.resumed else 0
 
-    def rows(self, config: RunConfig, team: Team, index: int, rank: int, seed: int) -> Rows:
-        """The share of the worker of that index, which is ``rank`` in its team."""
-        start = int(self.resumed[index]["rows"]["position"]) if self.resumed else 0
-        return Rows(self, config, team, rank, seed, start, self.first_step)
+    def stream(self, config: RunConfig, team: Team, index: int, seed: int) -> data.RowStream:
+        """The rows of every step of a team; a function of the step, so its threads share one.
+
+        A resumed run goes on where the state of worker ``index`` says, with any number of threads.
+        """
+        return data.RowStream(
+            self.dataset,
+            lanes=team.nodes * team.size,
+            rows_per_lane=config.rows,
+            accumulation=config.accumulation,
+            seed=seed,
+            bucket_lengths=config.bucket_lengths,
+            lengths=self.buckets,
+            packing=config.packing,
+            state=self.resumed[index]["rows"] if self.resumed else None,
+            first_step=self.first_step,
+        )
 
 
 def load(
@@ -181,9 +155,9 @@ def load(
         on_device=on_device,
         ends={place: Ends.of(on_device.get(place, target), place) for place in dict.fromkeys(places)},
         dataset=dataset,
-        buckets=config.buckets or data.buckets([len(row.input_ids) for row in dataset.rows]),
+        buckets=config.buckets or data.buckets([len(row) for row in dataset.rows]),
         drafter=drafter,
-        prompts=[_prompt(row) for row in heldout.rows[: config.evaluate_prompts]],
+        prompts=[row.prompt for row in heldout.rows[: config.evaluate_prompts]],
     )
     ready.resumed = _resumed(config, len(places))
     if config.warm_start:
@@ -221,11 +195,6 @@ def run_dir(config: RunConfig) -> Path:
         if folder.parent.name == "checkpoints":
             config = config.model_copy(update={"run_dir": str(folder.parent.parent)})
     return runs.new_run_dir(config)
-
-
-def _prompt(row: data.Row) -> list[int]:
-    """What comes before the first answer."""
-    return row.input_ids[: row.response_mask.index(True)]
 
 
 @contextmanager

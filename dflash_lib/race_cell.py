@@ -28,6 +28,7 @@ from dflash_lib.race_workloads import Context, Workload
 _KINDS = {
     "using FX to symbolically trace": "RuntimeError: FX tracing flag",
     "is not installed as a submodule": "NameError: entered a tracer",
+    "CURRENT_PATCHER": "AssertionError: another trace's patches",
     "gave another result": "wrong result",
     "the traced graph has": "wrong graph",
 }
@@ -66,7 +67,8 @@ class Cell:
         self.spec = spec
         self.strategy = race_strategies.CLASSES[spec["strategy"]]()
         self.strategy.prepare()
-        self.context = Context(self.strategy, spec["device"], spec["threads"], spec["backend"], spec["repeat"])
+        options = {name: spec[name] for name in ("device", "threads", "backend", "repeat", "same_lengths")}
+        self.context = Context(self.strategy, **options)
         self.lanes = [f"drafter-{index}" for index in range(spec["threads"])]
         self.attempts: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
@@ -176,15 +178,16 @@ class Cell:
         return thread
 
     def watch(self, threads: list[threading.Thread], deadline: float = float("inf")) -> None:
-        """Waits for threads. Nothing finished and nothing compiled for ``stall`` seconds is a hang: write, leave."""
-        last, since, saved = None, time.perf_counter(), 0.0
+        """Waits for threads. When no lane has executed anything for ``stall`` seconds, it is a hang: write, leave."""
+        last: object = None
+        since, saved = time.perf_counter(), 0.0
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.05)
             now = time.perf_counter()
             if now > deadline:
                 self._over.set()
-            if (moved := (self.attempts.total(), self.context.compiles.total())) != last:
-                last, since = moved, now
+            if (now_at := (self.attempts.total(), self.context.compiles.total(), _places())) != last:
+                last, since = now_at, now
             if now - since > self.spec["stall"]:
                 self.seconds = now - since
                 self.write(stacks=_stacks())
@@ -263,16 +266,26 @@ def _raise_limits() -> None:
     config.accumulated_recompile_limit = 100_000
 
 
+def _of_the_race(name: str) -> bool:
+    return name.startswith(("drafter-", "alone-", "tracer-", "device-"))
+
+
+def _places() -> dict[int | None, tuple[int, int]]:
+    """Where each lane is, to the instruction: of a thread that waits for a lock, always the same."""
+    frames = sys._current_frames()
+    lanes = [thread.ident for thread in threading.enumerate() if thread.name.startswith(("drafter-", "alone-"))]
+    return {ident: (id(frames[ident]), frames[ident].f_lasti) for ident in lanes if ident in frames}
+
+
 def _stacks() -> dict[str, list[str]]:
-    """The stacks of lanes and tracers and the device's thread, innermost last, as ``file:line function``."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    ours = ("drafter-", "tracer-", "alone-", "device-")
+    """The stacks of lanes, tracers and the device's thread, innermost last, as ``file:line function``."""
+    names = {thread.ident: thread.name for thread in threading.enumerate() if _of_the_race(thread.name)}
     return {
         names[ident]: [
-            f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(frame)
+            f"{_short(found.filename)}:{found.lineno} {found.name}" for found in traceback.extract_stack(frame)
         ]
         for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0], ""))
-        if names.get(ident, "").startswith(ours)
+        if ident in names
     }
 
 

@@ -75,6 +75,29 @@ def explain(result: Result) -> str:
     return f"{result.strategy} under {name}: " + " ".join(filter(None, [*sentences, _cost(result)]))
 
 
+def about_torch(result: Result) -> str:
+    """What decides the outcomes in the torch that ran this result: a line a feature, found by looking."""
+    features = result.features
+    lines = [
+        "tracing flag: " + ("one for the process" if features["tracing_flag_is_global"] else "one a thread (2.14 on)"),
+        "nn.Module's hooks while tracing: "
+        + ("patched for the process" if features["module_patches_are_global"] else "the tracing thread's own"),
+        "is_compiling() during a compile: "
+        + (
+            "True in every thread (2.13 on), which masks the RuntimeError and changes eager code instead"
+            if features["is_compiling_held_while_compiling"]
+            else "True only inside compiled code, so the tracing flag raises a RuntimeError elsewhere"
+        ),
+        "compile settings: "
+        + (
+            "stay in the thread that sets them (2.12 on)"
+            if features["settings_stay_in_their_thread"]
+            else "shared by all threads"
+        ),
+    ]
+    return "\n".join([f"torch {result.torch}", *(f"  {line}" for line in lines)])
+
+
 def _happened(result: Result) -> str:
     steps = f"{result.steps_done:,} of {result.steps_planned:,} steps"
     if result.outcome == "crash":
@@ -104,6 +127,12 @@ def _causes(result: Result) -> list[str]:
         found.append(
             "A trace replaces nn.Module.__call__ and __getattr__ for the whole process, so eager module calls of other "
             "threads ran into a tracer that does not know their modules."
+        )
+    traces = result.workload in ("make_fx", "symbolic_trace", "unpickle_graph_module")
+    if traces and "FX tracing flag" not in kinds and not result.features.get("tracing_flag_is_global"):
+        found.append(
+            "Compiled calls of other threads go through: this torch (2.14 on) keeps the tracing flag per thread, but "
+            "still patches nn.Module for the whole process."
         )
     if leaks.get("left_behind") and result.outcome in ("errors", "leaks"):
         found.append(
@@ -180,10 +209,12 @@ def _why_it_survived(result: Result) -> str:
 def _cost(result: Result) -> str:
     costs = result.costs
     if result.strategy == "main_thread_warmup" and "compiles_in_main" in costs:
+        slowest = max(result.first_step_seconds.get(f"drafter-{index}", 0.0) for index in range(result.threads))
         return (
-            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compiles in the "
-            f"main thread, after which {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled the same "
-            f"shape once more; what was set up there stayed there: {', '.join(costs['stays_in_main']) or 'nothing'}."
+            f"What the warm-up cost: {costs['warm_up_seconds']:.1f} s and {costs['compiles_in_main']} compile in the "
+            f"main thread; then {costs['lanes_that_compiled_again']} of {result.threads} lanes compiled the same shape "
+            f"again (slowest first step: {slowest:.1f} s). Set up in the main thread and not found in a worker: "
+            f"{', '.join(costs['stays_in_main']) or 'nothing'}."
         )
     if result.strategy == "module_wrapper" and costs.get("reaches_the_tracer") is False:
         return "Measured: during a trace the real module's flag was True while the stand-in's was False."
@@ -265,7 +296,7 @@ def _seen(result: Result) -> float:
 _SHORT = {
     "RuntimeError: FX tracing flag": "flag",
     "NameError: entered a tracer": "tracer",
-    "AssertionError": "assert",
+    "AssertionError: another trace's patches": "patcher",
 }
 
 

@@ -35,6 +35,7 @@ class Context:
     threads: int = 3
     backend: str = "aot_eager"
     repeat: int = 2  # steps done at a length before it changes
+    same_lengths: bool = False  # all lanes take the same lengths in the same order
     compiles: Counter[str] = field(default_factory=Counter)  # forward graphs handed to the backend, by thread name
 
     def compile(self, function: Callable[..., Any], lane: str) -> Callable[..., Any]:
@@ -116,9 +117,9 @@ class CompileStorm(Workload):
     backward_in_caller = True
 
     def length(self, index: int, step: int) -> int:
-        """The row length of a lane's step: another one every ``repeat`` steps, never used before."""
+        """The row length of a lane's step: another one every ``repeat`` steps, never used before by this lane."""
         first, stride = (128, 16) if self.context.device != "cpu" else (8, 1)
-        return first + stride * (step // self.context.repeat) + stride * index
+        return first + stride * (step // self.context.repeat + (0 if self.context.same_lengths else index))
 
     def mask(self, length: int) -> Any:
         if self.context.device == "cpu":

@@ -43,7 +43,7 @@ def regenerate(
     turn_temperature: float = 0.9,
     seed: int = 0,
     thinking: bool | None = None,
-    batch_size: int | None = None,
+    batch: int | None = None,
     progress: bool = True,
 ) -> Path:
     """Writes JSON lines of conversations whose answers are the target's own.
@@ -62,7 +62,7 @@ def regenerate(
         max_turn_tokens: of a sampled user turn; a longer one is dropped.
         temperature: of the answers; 0 is greedy, the way drafters are measured.
         turn_temperature: of the sampled user turns.
-        batch_size: conversations generated at once; None: 24 on a CPU, 512 on CUDA.
+        batch: conversations generated at once; None: 24 on a CPU, 512 on CUDA.
 
     Raises:
         DataError: nothing to answer, or work of other settings lies beside ``out``.
@@ -80,15 +80,17 @@ def regenerate(
         "turn_temperature": turn_temperature, "seed": seed, "thinking": thinking,
     }  # fmt: skip
     writer = _Writer(target, seed, thinking, max_new_tokens, temperature, max_turn_tokens, turn_temperature)
-    size = batch_size or (_CUDA_BATCH if target.device.type == "cuda" else _CPU_BATCH)
+    size = batch or (_CUDA_BATCH if target.device.type == "cuda" else _CPU_BATCH)
     work = _Work(out.with_name(out.name + ".part"), settings)
     with tqdm(total=wanted, initial=len(work.kept), desc="conversations", disable=not progress) as bar:
         while len(work.kept) < wanted and (given is None or work.done < len(given)):
             first = work.done
-            batch = (
-                writer.sample(range(first, first + size)) if given is None else writer.answer(first, given[first : first + size])
+            made = (
+                writer.sample(range(first, first + size))
+                if given is None
+                else writer.answer(first, given[first : first + size])
             )
-            work.add(batch)
+            work.add(made)
             bar.n = min(len(work.kept), wanted)
             bar.set_postfix_str(f"{writer.tokens / max(writer.seconds, 1e-9):.0f} tokens/s")
             bar.refresh()
@@ -169,7 +171,8 @@ class _Writer:
                 if done is None or position >= len(messages) or (done and done[-1].get("finish_reason") == "length"):
                     continue
                 done.append({"role": messages[position].role, "content": messages[position].content})
-                if messages[position].role == "user" and not messages[position + 1 : position + 2] == "user":
+                following = [message.role for message in messages[position + 1 : position + 2]]
+                if messages[position].role == "user" and following != ["user"]:
                     live.append(row)
             self._answer_last(written, range(first, first + len(prompts)), live)
         return [
@@ -182,11 +185,16 @@ class _Writer:
         rows = [row for row in (range(len(written)) if live is None else live) if written[row].messages]
         if not rows:
             return
-        prompts = [self._ids(render(self.target.tokenizer, written[row].messages or [], thinking=self.thinking, answer=True)) for row in rows]
+        prompts = [
+            self._ids(render(self.target.tokenizer, written[row].messages or [], thinking=self.thinking, answer=True))
+            for row in rows
+        ]
         limit = getattr(self.target.config, "max_position_embeddings", None) or 1 << 30
         draws = [random.Random(f"{self.seed}/{indices[row]}/{len(written[row].messages or [])}") for row in rows]
         fits = [number for number, prompt in enumerate(prompts) if len(prompt) + self.max_new_tokens <= limit]
-        answers = self._generate([prompts[n] for n in fits], [draws[n] for n in fits], self.max_new_tokens, self.temperature)
+        answers = self._generate(
+            [prompts[n] for n in fits], [draws[n] for n in fits], self.max_new_tokens, self.temperature
+        )
         for number in set(range(len(rows))) - set(fits):
             written[rows[number]] = _Written(None, "prompt longer than the target's positions")
         for number, (tokens, ended) in zip(fits, answers, strict=True):
@@ -294,7 +302,9 @@ class _Work:
         whole = 0
         for number, (raw, entry) in enumerate(self._read()):
             if number == 0 and entry != self.settings:
-                raise DataError(f"{self.path}: holds unfinished work of other settings; delete it, or use those settings")
+                raise DataError(
+                    f"{self.path}: holds unfinished work of other settings; delete it, or use those settings"
+                )
             whole += len(raw)
             if number:
                 self._take(entry)

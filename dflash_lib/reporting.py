@@ -30,7 +30,7 @@ class Reporter:
         if (state, detail) != (self.state, self.detail):
             self.state, self.detail = state, detail
             fields = {"detail": detail} if detail else {}
-            self.log.emit("state", step=self.step or None, state=state, **fields)
+            self.log.emit("state", state=state, **fields)
 
     def waiting(self, missing: list[int]) -> None:
         """Names the threads that this one waits for; given to the team's meetings."""

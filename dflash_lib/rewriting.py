@@ -7,7 +7,6 @@ still finds it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -44,31 +43,35 @@ class UnknownInternals(RuntimeError):
 class _Rewritten:
     original: types.CodeType
     changes: list[tuple[object, Transform, Any]]
+    makes_functions: bool = False
 
 
 _rewritten: dict[types.FunctionType, _Rewritten] = {}
 
 
-def rewrite(owner: object, function: types.FunctionType, transform: Transform, constant: Any) -> None:
+def rewrite(
+    owner: object, function: types.FunctionType, transform: Transform, constant: Any, *, makes_functions: bool = False
+) -> None:
     """Changes a function's code, on top of the changes that others have made to it.
-
-    Functions that were made by ``function`` earlier (decorated ones, closures) get the new inner code too.
 
     Args:
         owner: who asks; :func:`take_back` takes back all that this owner asked for, in any order among owners.
         transform: gets the function's tree and a callable that makes an expression standing for ``constant``.
         constant: the object itself, of any type.
+        makes_functions: whether functions that ``function`` has made (what a decorator returned, closures) are in
+            use and have to get the new inner code too.
 
     Raises:
         UnknownInternals: the source is not to be had, or the changed code does not fit the function. Nothing
             has changed then.
     """
-    entry = _rewritten.get(function) or _Rewritten(function.__code__, [])
+    entry = _rewritten.get(function) or _Rewritten(torchs_own(function), [])
     changes = [*entry.changes, (owner, transform, constant)]
     code = compiled(function, entry.original, changes)
     entry.changes = changes
+    entry.makes_functions |= makes_functions
     _rewritten[function] = entry
-    _swap(function, code)
+    _swap(function, code, entry.makes_functions)
 
 
 def take_back(owner: object) -> None:
@@ -79,9 +82,9 @@ def take_back(owner: object) -> None:
             continue
         entry.changes = kept
         if kept:
-            _swap(function, compiled(function, entry.original, kept))
+            _swap(function, compiled(function, entry.original, kept), entry.makes_functions)
         else:
-            _swap(function, entry.original)
+            _swap(function, entry.original, entry.makes_functions)
             del _rewritten[function]
 
 
@@ -111,8 +114,9 @@ def compiled(
     module = compile(tree, code.co_filename, "exec", flags=code.co_flags & _FUTURE_FLAGS, dont_inherit=True)
     new = next(inner for inner in _nested(module) if inner.co_qualname == code.co_qualname)
     fields = ("co_freevars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags")
-    if any(getattr(new, field) != getattr(code, field) for field in fields):
-        raise UnknownInternals(label, "cannot be compiled again")
+    unlike = [f"{field} {getattr(new, field)}" for field in fields if getattr(new, field) != getattr(code, field)]
+    if unlike:
+        raise UnknownInternals(label, f"cannot be compiled again ({', '.join(unlike)})")
     return _with_constants(new, placeholders)
 
 
@@ -175,6 +179,12 @@ def functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
             pending.append(thing.__wrapped__)
 
 
+def torchs_own(function: types.FunctionType) -> types.CodeType:
+    """The code that a function has when nothing is rewritten."""
+    entry = _rewritten.get(function)
+    return entry.original if entry else function.__code__
+
+
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The global and attribute names that code mentions, nested functions included."""
@@ -182,13 +192,14 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _swap(function: types.FunctionType, code: types.CodeType) -> None:
-    """Gives the function its code, and the functions it has made the inner code of the same name."""
-    inner = {new.co_qualname: new for new in _nested(code)}
-    for old in _nested(function.__code__):
-        for made in gc.get_referrers(old):
-            if isinstance(made, types.FunctionType) and made.__code__ is old and old.co_qualname in inner:
-                made.__code__ = inner[old.co_qualname]
+def _swap(function: types.FunctionType, code: types.CodeType, makes_functions: bool) -> None:
+    """Gives the function its code and, if asked, the functions it has made the inner code of the same name."""
+    if makes_functions:
+        inner = {new.co_qualname: new for new in _nested(code)}
+        before = {id(old): inner[old.co_qualname] for old in _nested(function.__code__) if old.co_qualname in inner}
+        for made in gc.get_referrers(*_nested(function.__code__)):
+            if isinstance(made, types.FunctionType) and id(made.__code__) in before:
+                made.__code__ = before[id(made.__code__)]
     function.__code__ = code
 
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import hashlib
-import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError, RunConfig
+from . import sweep_plan
+from .config import ConfigError
 from .launch import RunProgress
 from .run_folder import lives, read_json, read_status, run_state, runs_root, write_json, write_status
-
-Grid = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
-_KEYS = ("notebook", "grid", "runs", "base", "out", "parallel", "gpus_per_run", "timeout")
+from .sweep_plan import Grid
 
 
 def sweep(
@@ -63,55 +58,28 @@ def sweep(
     source = Path(notebook).expanduser().absolute()
     if parallel < 1 or (gpus_per_run is not None and gpus_per_run < 1):
         raise ConfigError("parallel: and gpus_per_run: are whole numbers from 1")
-    points = _points(grid, base or {})
-    _check(source, points)
+    points = sweep_plan.points(grid, base or {})
+    sweep_plan.check(source, points, base or {})
     folder = runs_root("runs") / f"{source.stem}-sweep" if out is None else Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [Planned(folder / name, parameters) for name, parameters in _named(points, base or {}).items()]
+    runs = [Planned(folder / name, parameters) for name, parameters in sweep_plan.named(points, base or {}).items()]
     with _alone_in(folder), _terminable():
         return _Sweep(source, folder, runs, parallel, gpus_per_run, timeout, progress).go()
 
 
-def sweep_file(path: str | os.PathLike[str], **overrides: Any) -> list[dict[str, Any]]:
+def sweep_file(path: str | os.PathLike[str], *, progress: bool = True) -> list[dict[str, Any]]:
     """Runs the sweep that a YAML file describes (docs/batches.md shows one); its folder is ``runs/<file's name>``.
 
     Raises:
         ConfigError: the file cannot be read, has a key that is unknown, or says something :func:`sweep` refuses.
     """
-    import yaml
-
-    file = Path(path)
+    plan = sweep_plan.read(path)
     try:
-        plan = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"{file}: line {mark.line + 1 if mark else '?'} is not valid YAML") from None
-    if not isinstance(plan, dict):
-        raise ConfigError(f"{file}: holds no names and values")
-    plan = {**plan, **overrides}
-    for key in plan:
-        if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
-            raise ConfigError(
-                f"{file}: {key}: is no key of a sweep" + (f"; did you mean {close[0]!r}?" if close else "")
-            )
-    if "notebook" not in plan or ("grid" in plan) == ("runs" in plan):
-        raise ConfigError(f"{file}: needs notebook: and either grid: or runs:")
-    grid = plan.pop("grid", None) or plan.pop("runs", None)
-    plan.pop("runs", None)
-    notebook = Path(plan.pop("notebook"))
-    if not notebook.exists() and (file.parent / notebook).exists():
-        notebook = file.parent / notebook
-    plan.setdefault("out", runs_root("runs") / file.stem)
-    try:
-        return sweep(notebook, grid, **plan)  # type: ignore[arg-type]
+        return sweep(plan.pop("notebook"), plan.pop("grid"), progress=progress, **plan)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
 @dataclass
 class Planned:
     """One run of a sweep, and its process while it has one."""
@@ -146,72 +114,6 @@ class Planned:
             "step": status.get("step", 0),
             "error": f"{error.get('type')}: {error.get('message')}" if error and state == "failed" else None,
         }
-
-
-def _points(grid: Grid, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if isinstance(grid, Mapping):
-        for name, values in grid.items():
-            if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
-                raise ConfigError(f"grid: {name}: is not a list of values (given: {values!r:.60}); write [a, b]")
-        values = [[_number(value) for value in column] for column in grid.values()]
-        points = [dict(zip(grid, row, strict=True)) for row in itertools.product(*values)]
-    elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(p, Mapping) for p in grid):
-        points = [{name: _number(value) for name, value in point.items()} for point in grid]
-    else:
-        raise ConfigError("grid: is neither names with lists of values nor a list of parameter sets")
-    if not points or points == [{}]:
-        raise ConfigError("grid: is empty; name at least one parameter and its values")
-    for point in points:
-        if twice := set(point) & set(base):
-            raise ConfigError(f"base: {sorted(twice)[0]}: is in the grid as well; leave it in one of them")
-    return points
-
-
-def _number(value: Any) -> Any:
-    """YAML reads ``1e-4`` as text: a grid means the number."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)
-    return value
-
-
-def _named(points: list[dict[str, Any]], base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Folder name -> all parameters. The name shows what varies; a short hash of all values keeps others apart."""
-    everywhere = {name for name in points[0] if len({json.dumps(p.get(name), default=str) for p in points}) == 1}
-    named: dict[str, dict[str, Any]] = {}
-    for point in points:
-        parameters = {**base, **point}
-        shown = {n: v for n, v in point.items() if n not in everywhere or len(points) == 1}
-        words = ",".join(f"{n}={v:g}" if isinstance(v, float) else f"{n}={v}" for n, v in shown.items())
-        digest = hashlib.sha256(json.dumps(parameters, sort_keys=True, default=str).encode()).hexdigest()[:6]
-        named[re.sub(r"[^A-Za-z0-9._=,+-]+", "_", words)[:80] + f"-{digest}"] = parameters
-    return named
-
-
-def _check(notebook: Path, points: list[dict[str, Any]]) -> None:
-    """Refuses what every run would refuse, before the first one starts."""
-    book = read_json(notebook)
-    if not isinstance(book, dict) or "cells" not in book:
-        raise ConfigError(f"notebook: {notebook} is no notebook that can be read")
-    code = ["".join(cell.get("source", "")) for cell in book["cells"] if cell.get("cell_type") == "code"]
-    tagged = [c for c in book["cells"] if "parameters" in c.get("metadata", {}).get("tags", ())]
-    known = (
-        set(re.findall(r"^([A-Za-z_]\w*)\s*(?::[^=\n]+)?=", "".join(tagged[0]["source"]), re.M)) if tagged else set()
-    )
-    trains = any("RunConfig" in text for text in code)
-    fields = set(RunConfig.model_fields) if trains else set()
-    lines = []
-    for name in sorted({str(name) for point in points for name in point} - known - fields):
-        close = difflib.get_close_matches(name, known | fields, n=1)
-        lines.append(
-            f"grid: {name}: is no parameter of {notebook.name}" + (f"; did you mean {close[0]!r}?" if close else "")
-        )
-    for point in points if trains else ():
-        try:
-            RunConfig.from_dict({name: value for name, value in point.items() if name in fields})
-        except ConfigError as error:
-            lines += [f"grid: {line}" for line in str(error).splitlines()]
-    if lines:
-        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 # --- doing it -------------------------------------------------------------------------------------------------------
@@ -342,16 +244,16 @@ class _Sweep:
 
 
 class SweepProgress:
-    """A bar over the runs, and one for each run at work; on something that is no terminal, a line a finished run."""
+    """A bar over the runs and one for each run at work; where there is no terminal, a line for each finished run."""
 
     def __init__(self, title: str, total: int) -> None:
         from tqdm import tqdm
 
-        self.live = sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=title, unit="run", position=0, mininterval=0.2 if self.live else 30)
+        self.total, self.done = total, 0
+        self.bar = tqdm(total=total, desc=title, unit="run", position=0) if sys.stderr.isatty() else None
 
     def show(self, active: list[Planned]) -> None:
-        if not self.live:
+        if self.bar is None:
             return
         for position, run in enumerate(active, 1):
             if run.bar is None:
@@ -360,13 +262,18 @@ class SweepProgress:
         self.bar.refresh()
 
     def ended(self, run: Planned, words: str) -> None:
+        self.done += 1
+        if self.bar is None:
+            print(f"[{self.done}/{self.total}] {run.run_dir.name}: {words}", flush=True)
+            return
         if run.bar is not None:
             run.bar.close()
         self.bar.write(f"{run.run_dir.name}: {words}", file=sys.stderr)
         self.bar.update()
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 @contextlib.contextmanager

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import math
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,12 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from dflash_lib import packaged
-from dflash_lib.errors import UserError
-from dflash_lib.head import Head
-
-
-class TargetError(UserError):
-    """A target that cannot be had or used as asked. One line: its name, what is wrong, what to do."""
+from dflash_lib.anatomy import (
+    Enough,
+    TargetError,
+    check_layers,
+    choose_mask_token,
+    find_decoder,
+    find_head,
+    find_stop_ids,
+    measure_embedding,
+    select_layers,
+)
+from dflash_lib.blocks import context_positions
+from dflash_lib.sources import dtype_of, place_of, why_not
 
 
 class Features(NamedTuple):
@@ -39,10 +43,6 @@ class Features(NamedTuple):
 
     features: Tensor
     last_hidden: Tensor | None
-
-
-class _Enough(Exception):
-    """Ends a forward after the last layer that is needed."""
 
 
 _collecting = threading.local()  # .outputs: {layer id: tensor} and .last: layer id to stop after, during a call
@@ -82,19 +82,18 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.decoder, self.layers = _find_decoder(model, name)
+        self.decoder, self.layers = find_decoder(model, name)
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
-        self.layer_ids = _check_layers(name, target_layers, self.num_layers, target_features)
+        self.layer_ids = check_layers(name, target_layers, self.num_layers, target_features)
         self.embedding: nn.Module = model.get_input_embeddings()
-        self.vocab_size: int = self.embedding.weight.shape[0]
+        self.vocab_size = self._weight.shape[0]
         self.mask_token_id = choose_mask_token(tokenizer, self.vocab_size, mask_token, name)
-        self.stop_ids = _stop_ids(model, tokenizer)
-        self.rope = rope_settings(self.config)
+        self.stop_ids = find_stop_ids(model, tokenizer)
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(_hook(index))
-        self.head = _find_head(model, self.config, name)
-        self._embedding_scale = self._measure_embedding()
+        self.head = find_head(model, self.config, name)
+        self._embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
         self._compare_head()
 
     def __repr__(self) -> str:
@@ -104,13 +103,19 @@ class Target:
         )
 
     @property
+    def _weight(self) -> Tensor:
+        weight = self.embedding.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
     def device(self) -> torch.device:
         """Of the embedding: where token ids go in and features come out."""
-        return self.embedding.weight.device
+        return self._weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self._weight.dtype
 
     # --- what the drafter reads ---------------------------------------------------------------------------------
     @torch.no_grad()
@@ -134,18 +139,18 @@ class Target:
         """
         device = self.device
         input_ids = input_ids.to(device)
-        mask: Any = None if attention_mask is None else attention_mask.to(device)
+        mask = None
+        if attention_mask is not None:  # padding is a document of its own: transformers' own masks may make NaN of it
+            document_ids = attention_mask.to(device).long() - 1
         if document_ids is not None:
             document_ids = document_ids.to(device)
             mask = self._document_mask(document_ids)
-            positions = document_positions(document_ids) if positions is None else positions
-        elif mask is not None and positions is None:
-            positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+            positions = context_positions(document_ids, *input_ids.T.shape) if positions is None else positions
         if positions is not None:
             positions = positions.to(device)
         with self.collecting(None if last_hidden else max(self.layer_ids)) as outputs:
             hidden = None
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(Enough):
                 hidden = self.decoder(
                     input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
                 ).last_hidden_state
@@ -204,9 +209,9 @@ class Target:
         memo |= {id(tensor): tensor.to(wanted) for tensor in self.model.buffers()}
         moved = copy.copy(self)
         moved.model = copy.deepcopy(self.model, memo)
-        moved.decoder, moved.layers = _find_decoder(moved.model, self.name)
+        moved.decoder, moved.layers = find_decoder(moved.model, self.name)
         moved.embedding = moved.model.get_input_embeddings()
-        moved.head = _find_head(moved.model, self.config, self.name)
+        moved.head = find_head(moved.model, self.config, self.name)
         return moved
 
     def require_vocabulary(self, size: int, whose: str) -> None:
@@ -229,17 +234,17 @@ class Target:
         index = torch.arange(length, device=document_ids.device)
         distance = index[:, None] - index[None, :]
         allowed = (document_ids[:, :, None] == document_ids[:, None, :]) & (distance >= 0)
-        full = self._mask_form(allowed[:, None])
-        kinds = set(getattr(self.config, "layer_types", None) or ())
         window = getattr(self.config, "sliding_window", None)
-        if "sliding_attention" not in kinds or not window:
-            return full
-        return {
-            "full_attention": full,
-            "sliding_attention": self._mask_form((allowed & (distance < window))[:, None]),
-        }
+        if not window or getattr(self.config, "use_sliding_window", True) is False:
+            return self._mask_form(allowed)
+        near = self._mask_form(allowed & (distance < window))
+        if not getattr(self.config, "layer_types", None):  # Mistral: the window is every layer's
+            return near
+        return {"full_attention": self._mask_form(allowed), "sliding_attention": near}
 
     def _mask_form(self, allowed: Tensor) -> Tensor:
+        """``[R, S, S]`` of truth values -> ``[R, 1, S, S]``, added to the scores by eager attention, read by others."""
+        allowed = allowed[:, None]
         if self.config._attn_implementation != "eager":
             return allowed
         zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
@@ -250,43 +255,11 @@ class Target:
         return torch.tensor([[min(5, last), last // 2, last // 3, min(11, last)]], device=self.device)
 
     @torch.no_grad()
-    def _measure_embedding(self) -> float:
-        """The factor between embedding rows and what the first layer reads: measured, so that it holds for every
-        family (Gemma scales by sqrt(H), Granite by a setting, most by 1)."""
-        seen: list[Tensor] = []
-
-        def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(args[0] if args else kwargs["hidden_states"])
-            raise _Enough
-
-        handle = self.layers[0].register_forward_pre_hook(look, with_kwargs=True)
-        try:
-            with contextlib.suppress(_Enough):
-                self.decoder(input_ids=self._probe_ids(), use_cache=False)
-        finally:
-            handle.remove()
-        rows = self.embedding(self._probe_ids()).double()
-        read = seen[0].to(rows.device).double()
-        measured = float((rows * read).sum() / rows.square().sum().clamp_min(1e-30))
-        root = math.sqrt(self.hidden_size)
-        exact = (
-            1.0,
-            float(torch.tensor(root, dtype=self.dtype)),
-            float(getattr(self.config, "embedding_multiplier", 1)),
-        )
-        scale = min(exact, key=lambda value: abs(value - measured))
-        if not torch.allclose(rows * scale, read, rtol=2e-2, atol=1e-3 * float(read.abs().max())):
-            raise TargetError(
-                f"target {self.name!r}: its first layer reads more than scaled embeddings (model type "
-                f"{self.config.model_type!r}); only rotary decoders such as Llama, Qwen, Gemma, GPT-NeoX are supported"
-            )
-        return scale
-
-    @torch.no_grad()
     def _compare_head(self) -> None:
         """The head of this class must give the model's own logits: a wrong scale would train a useless drafter."""
         own = self.model(input_ids=self._probe_ids(), use_cache=False).logits.float()
         hidden = self.features(self._probe_ids(), last_hidden=True).last_hidden
+        assert hidden is not None
         ours = self.head.logits(hidden.to(self.head.weight.device)).float().to(own.device)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
         if own.shape != ours.shape or not torch.allclose(
@@ -297,6 +270,8 @@ class Target:
                 "head (weight, bias, scale, soft cap); this family is not supported"
             )
 
+
+__all__ = ["Features", "Target", "TargetError", "choose_mask_token", "load", "select_layers"]
 
 _loading = threading.Lock()  # neither transformers' loaders nor fast tokenizers are thread-safe
 
@@ -329,12 +304,12 @@ def load(
     from transformers.utils import logging
 
     name = str(name)
-    wanted = _dtype(dtype)
+    wanted = dtype_of(dtype)
     with _loading:
         if not progress:
             logging.disable_progress_bar()
         try:
-            place = _place(name, progress)
+            place = place_of(name, progress)
             common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
             config = AutoConfig.from_pretrained(place, **common)
             if getattr(config.get_text_config(), "attn_logit_softcapping", None):
@@ -346,7 +321,7 @@ def load(
         except packaged.PackagedError as error:
             raise TargetError(str(error)) from None
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, hub and safetensors errors
-            raise TargetError(_why_not(name, error)) from error
+            raise TargetError(why_not(name, error)) from error
         finally:
             if not progress:
                 logging.enable_progress_bar()
@@ -360,100 +335,6 @@ def load(
     )
 
 
-def select_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """The paper's even choice: ``round(1 + i * (M - 4) / (K - 1))``, from near the bottom to near the top.
-
-    Raises:
-        TargetError: fewer than 7 layers, or more features than distinct layers: name them with ``target_layers``.
-    """
-    if count == 1 and num_layers >= 7:
-        return (num_layers // 2,)
-    ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else []
-    if num_layers < 7 or len(set(ids)) < count:
-        raise TargetError(
-            f"{count} features cannot be spread over a target of {num_layers} layers: name fewer with target_layers "
-            f"(ids 0 to {num_layers - 1}, for example target_layers={sorted({0, num_layers // 2, num_layers - 1})}), "
-            "or set a smaller target_features"
-        )
-    return tuple(ids)
-
-
-def choose_mask_token(tokenizer: Any, rows: int, wanted: int | str | None = None, name: str = "target") -> int:
-    """The id fed into masked slots: one the embedding has a row for and no conversation contains.
-
-    In this order: what was asked for; the tokenizer's own mask token; the first embedding row that no token uses
-    (Qwen3: 151669); a reserved or unused token; the last special token that the chat template does not use.
-
-    Raises:
-        TargetError: the id is outside the embedding, the token is unknown, or nothing fits.
-    """
-    known: dict[str, int] = tokenizer.get_vocab()
-    if isinstance(wanted, str):
-        if wanted not in known:
-            raise TargetError(f"mask_token: target {name!r} has no token {wanted!r}; name one of its tokens, or an id")
-        wanted = known[wanted]
-    if wanted is not None:
-        if not 0 <= wanted < rows:
-            raise TargetError(
-                f"mask_token: id {wanted} is outside the embedding of target {name!r} (ids 0 to {rows - 1}); "
-                "the embedding is frozen and is not resized"
-            )
-        return wanted
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < rows:
-        return int(tokenizer.mask_token_id)
-    first_free = max(known.values(), default=-1) + 1
-    if first_free < rows:
-        return first_free
-    spare = re.compile(r"<\|?(reserved|unused|extra|dummy|placeholder)[^>]*>", re.IGNORECASE)
-    reserved = [index for token, index in known.items() if spare.fullmatch(token) and index < rows]
-    if reserved:
-        return min(reserved)
-    template = tokenizer.chat_template or ""
-    in_use = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    special = [
-        index
-        for token, index in tokenizer.get_added_vocab().items()
-        if index not in in_use and index < rows and token not in str(template)
-    ]
-    if special:
-        return max(special)
-    raise TargetError(f"mask_token: target {name!r} has no token to spare; name one that its texts never contain")
-
-
-def rope_settings(config: Any) -> dict[str, Any]:
-    """``{rope_theta, rope_scaling, partial_rotary_factor}`` from transformers 4.57's or 5's configuration.
-
-    ``rope_scaling`` is None, or the dictionary with ``rope_type`` and its parameters. Families with other settings
-    for sliding layers (Gemma 3) give those of their full-attention layers.
-    """
-    nested = getattr(config, "rope_parameters", None) or {}
-    if isinstance(nested.get("full_attention"), dict):
-        nested = nested["full_attention"]
-    scaling = {key: value for key, value in nested.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    scaling = scaling or dict(getattr(config, "rope_scaling", None) or {})
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling.pop("type"))
-    theta = nested.get("rope_theta") or getattr(config, "rope_theta", None) or getattr(config, "rotary_emb_base", None)
-    partial = (
-        nested.get("partial_rotary_factor")
-        or getattr(config, "partial_rotary_factor", None)
-        or getattr(config, "rotary_pct", None)
-    )
-    return {
-        "rope_theta": float(theta or 10_000.0),
-        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-        "partial_rotary_factor": float(partial or 1.0),
-    }
-
-
-def document_positions(document_ids: Tensor) -> Tensor:
-    """``document_ids [R, S]`` -> positions ``[R, S]`` that begin at 0 in each document."""
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
-
-
 def _hook(index: int) -> Any:
     """A plain function, so that a copied model shares it and one collector serves every copy."""
 
@@ -465,88 +346,6 @@ def _hook(index: int) -> Any:
         if index in wanted:
             outputs[index] = output[0] if isinstance(output, tuple) else output
         if index == last:
-            raise _Enough
+            raise Enough
 
     return keep
-
-
-def _find_decoder(model: Any, name: str) -> tuple[Any, Any]:
-    """The module without the head, and its list of decoder layers."""
-    for candidate in (model.get_decoder(), model.base_model):
-        layers = getattr(candidate, "layers", None)
-        if isinstance(layers, nn.ModuleList) and len(layers):
-            return candidate, layers
-    raise TargetError(
-        f"target {name!r}: {type(model).__name__} has no list of decoder layers; this family is not supported"
-    )
-
-
-def _find_head(model: Any, config: Any, name: str) -> Head:
-    output = model.get_output_embeddings()
-    if output is None or not isinstance(getattr(output, "weight", None), Tensor):
-        raise TargetError(f"target {name!r}: {type(model).__name__} has no output layer; load a causal language model")
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return Head(output.weight, getattr(output, "bias", None), getattr(config, "final_logit_softcapping", None), scale)
-
-
-def _check_layers(name: str, named: Sequence[int] | None, num_layers: int, count: int) -> tuple[int, ...]:
-    if named is None:
-        try:
-            return select_layers(num_layers, count)
-        except TargetError as error:
-            raise TargetError(f"target {name!r}: {error}") from None
-    outside = [index for index in named if not 0 <= index < num_layers]
-    if not named or outside or len(set(named)) < len(named):
-        fault = f"has {outside[0]}" if outside else "is empty" if not named else "names a layer twice"
-        raise TargetError(f"target_layers: {fault}; target {name!r} has layers 0 to {num_layers - 1}")
-    return tuple(named)
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return tuple(sorted(found))
-
-
-def _dtype(wanted: str | torch.dtype) -> torch.dtype:
-    if isinstance(wanted, torch.dtype):
-        return wanted
-    if wanted == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    dtype = getattr(torch, wanted, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TargetError(f"dtype: {wanted!r} is none; use 'auto', 'float32', 'bfloat16' or 'float16'")
-    return dtype
-
-
-def _place(name: str, progress: bool) -> str:
-    """What transformers is asked for: the cached folder of the packaged target, a folder, or a hub id."""
-    if name == packaged.NAME:
-        return str(packaged.folder(progress=progress))
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise TargetError(f"target {name!r}: is no folder; give a model's folder, a hub id, or 'smollm2'")
-        return name
-    if not (path / "config.json").is_file():
-        raise TargetError(f"target {name!r}: the folder holds no config.json; give a folder that transformers wrote")
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"target {name!r}: its config.json is not valid JSON ({error})") from None
-    return str(path)
-
-
-def _why_not(name: str, error: Exception) -> str:
-    """One line for whatever transformers, the hub or safetensors raised."""
-    reason = " ".join(str(error).split())
-    if Path(name).expanduser().is_dir() or name == packaged.NAME:
-        return f"target {name!r}: cannot be loaded ({type(error).__name__}: {reason:.200})"
-    if "trust_remote_code" in reason:
-        return f"target {name!r}: wants to run code of its own; set trust_remote_code=True if you trust it"
-    return (
-        f"target {name!r}: cannot be had from the hub ({type(error).__name__}: {reason:.120}); "
-        "give a local folder, or use 'smollm2', the packaged target"
-    )

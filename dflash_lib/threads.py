@@ -6,13 +6,14 @@ compiled call, a forward or a backward, and there is no warm-up: fx_patch isolat
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from . import checkpoint, collective, data, events, fx_patch, prepare, run_folder
+from . import checkpoint, collective, data, evaluate, events, fx_patch, prepare, run_folder
 from .blocks import block_mask, context_positions, draw_anchors, make_blocks, visible_dense
 from .collective import Aborted, Channel, Team
 from .compile_monitor import CompileMonitor
@@ -31,15 +32,20 @@ from .worker import Worker
 __all__ = ["DrafterWorker", "Run", "TargetWorker", "Trainer", "summary"]
 
 
+_numbers = itertools.count(1)
+
+
 class DrafterWorker(Worker):
     """One drafter thread: its lane, its device, its replica, its share of every step's rows."""
 
-    def __init__(self, trainer: Trainer, index: int, team: Team, rank: int, seed: int) -> None:
+    def __init__(
+        self, trainer: Trainer, index: int, team: Team, rank: int, seed: int, stream: data.RowStream
+    ) -> None:
         lane, device, ready = trainer.lanes[index], trainer.devices[index], trainer.ready
         super().__init__(trainer, lane, device, trainer.lanes if team.size > 1 else [lane])
         self.control, self.team, self.rank, self.seed = trainer.control, team, rank, seed
         self.folder = trainer.run_dir if rank == index else trainer.run_dir / lane
-        self.rows = ready.rows(self.config, team, index, rank, seed)
+        self.stream, self.place = stream, team.node * team.size + rank
         self.resumed = ready.resumed[index] if ready.resumed else None
         self.ends = ready.ends[device]
         self.last_hidden = self.config.objective in NEED_TARGET or self.config.label_source == "argmax"
@@ -59,7 +65,7 @@ class DrafterWorker(Worker):
                 break
             began = time.monotonic()
             events.mark_step(replica.step + 1)
-            batches = self.rows.step(replica.step)
+            batches = self.batches(replica.step)
             for batch in batches:
                 self.learn_from(batch, replica)
             self.team.sum_(self.rank, replica.sums, self.reporter.waiting)
@@ -69,12 +75,16 @@ class DrafterWorker(Worker):
                 figures,
                 began,
                 tokens=sum(batch.tokens for batch in batches),
-                rows=sum(len(batch.row_ids) for batch in batches),
+                rows=sum(row_id >= 0 for batch in batches for row_id in batch.row_ids),
                 lr=replica.lr,
-                bucket=max(batch.input_ids.shape[1] for batch in batches),
+                bucket=max(batch.bucket for batch in batches),
             )
             self.watch_for_drift(replica)
         self.finish(replica, stopped=wishes.stop)
+
+    def batches(self, step: int) -> list[data.RowBatch]:
+        """This thread's share of a step (from 0), one batch a forward: a function of the seed and the step alone."""
+        return self.stream.batches(step, self.place)
 
     def learn_from(self, batch: data.RowBatch, replica: Replica) -> None:
         """One batch, from token ids to gradients: features, anchors, blocks, mask, drafter, loss, backward."""
@@ -99,6 +109,7 @@ class DrafterWorker(Worker):
             gamma=None if config.objective == "dpace" else config.decay,
             mask_token_id=ends.mask_token_id,
             document_ids=documents,
+            row_lengths=batch.row_lengths,
         ).to(self.device)
         rows, length = batch.input_ids.shape
         on_device = None if documents is None else documents.to(self.device)
@@ -128,7 +139,7 @@ class DrafterWorker(Worker):
         return replica
 
     def entry_points(self) -> dict[str, Any]:
-        """What this lane compiles, each with a code object and a name of its own: a layer, and on a GPU the loss.
+        """What this lane compiles in this run, each with a code object and a name of its own: a layer, and on a GPU the loss.
 
         A layer holds the attention, flex_attention on CUDA and scaled_dot_product_attention on a CPU.
         """
@@ -138,10 +149,11 @@ class DrafterWorker(Worker):
         if self.device.type == "cpu":
             del functions["chunk"]  # big matrix products, which eager does as fast, and a compile saved
         dynamic = False if self.config.bucket_lengths else None
+        own = self.lane if self.trainer.number == 1 else f"{self.lane}_run_{self.trainer.number}"
         return {
             name: self.trainer.monitor.watch(
                 torch.compile(
-                    fx_patch.own_entry_point(function, self.lane), backend=self.config.backend, dynamic=dynamic
+                    fx_patch.own_entry_point(function, own), backend=self.config.backend, dynamic=dynamic
                 )
             )
             for name, function in functions.items()
@@ -189,7 +201,7 @@ class DrafterWorker(Worker):
             return
         path = self.folder / "checkpoints" / f"step-{replica.step:06d}"
         if self.saved != replica.step:
-            state = {"replica": replica.state(), "rows": self.rows.state(replica.step)}
+            state = {"replica": replica.state(), "rows": self.stream.state(replica.step)}
             name = self.trainer.ready.target.name
             checkpoint.save(replica.drafter, path, step=replica.step, extra_state=state, target=name)
             checkpoint.prune(self.folder, self.config.keep_checkpoints)
@@ -202,8 +214,6 @@ class DrafterWorker(Worker):
         target = self.trainer.ready.on_device.get(self.device)
         if self.team.node > 0 or target is None:
             return
-        from . import evaluate
-
         self.reporter.show("running", "evaluating")
         found = evaluate.evaluate(
             target,
@@ -261,6 +271,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.node, self.nodes = collective.join_nodes()
+        self.number = next(_numbers)  # of this process's trainers: a second run must not inherit compile state
         self.devices = prepare.devices(config)
         self.target_devices = prepare.target_devices(config)
         self.all_devices = [*self.devices, *self.target_devices]
@@ -307,7 +318,7 @@ class Trainer:
                 TargetWorker(self, index, device, self.workers[index :: len(self.target_devices)])
                 for index, device in enumerate(self.target_devices)
             ]
-            shapes = len(self.ready.buckets) if self.config.bucket_lengths and self.ready.buckets else None
+            shapes = len(self.ready.buckets) if self.config.bucket_lengths else None
             self.run.launch([*self.workers, *self.feeders], shapes)
         return self.run
 
@@ -316,13 +327,17 @@ class Trainer:
             return [Team(self.devices)]
         return [Team([device], across_nodes=False) for device in self.devices]
 
-    def _places(self) -> Iterator[tuple[int, Team, int, int]]:
-        """(lane, its team, its rank there, its seed): independent lane k is the run that seed + k has alone."""
+    def _places(self) -> Iterator[tuple[int, Team, int, int, data.RowStream]]:
+        """(lane, its team, its rank there, seed, rows): independent lane k is the run that seed + k has alone."""
+        seed, stream = self.config.seed, None
         for index in range(len(self.devices)):
             if self.config.mode == "averaged":
-                yield index, self.teams[0], index, self.config.seed
+                team, rank = self.teams[0], index
+                stream = stream or self.ready.stream(self.config, team, 0, seed)
             else:
-                yield index, self.teams[index], 0, self.config.seed + index
+                team, rank, seed = self.teams[index], 0, self.config.seed + index
+                stream = self.ready.stream(self.config, team, index, seed)
+            yield index, team, rank, seed, stream
 
     # --- control --------------------------------------------------------------------------------------------------
     def pause(self) -> None:
@@ -349,6 +364,11 @@ class Trainer:
 
     def abort(self) -> None:
         """Ends the run now: threads that wait are let go, one that computes is no longer waited for."""
+        self._let_go()
+        if self.run is not None:
+            self.run.stop_by(time.monotonic())
+
+    def _let_go(self) -> None:
         self.control.ask("stop")
         for team in self.teams:
             team.abort()
@@ -371,7 +391,6 @@ class Trainer:
                 "state",
                 thread=worker.lane,
                 device=str(worker.device),
-                step=worker.reporter.step or None,
                 state=state,
                 request=request,
                 detail=f"{request} {when}",
@@ -381,4 +400,6 @@ class Trainer:
         """A worker's error: keeps the first one, and ends the others."""
         if self.run is not None and self.run.record_failure(lane, error):
             self.log.emit("worker_failed", device=str(device), **run_folder.error_record(error, lane))
-        self.abort()
+        self._let_go()
+        if self.run is not None:
+            self.run.stop_by(time.monotonic() + self.config.stop_timeout)

@@ -252,12 +252,12 @@ BUGS: dict[str, tuple[types.ModuleType, Callable[[Any], bool], list[tuple[str, s
     "causal inside the block": (
         blocks,
         slots_of_a_block_see_each_other_in_both_directions,
-        [("(key < first + block_size)", "(key <= query + context_length)")],
+        [("(key < first + block_size)", "(key <= query + own[row, 0])")],
     ),
     "blocks see each other": (
         blocks,
         slots_of_a_block_see_each_other_in_both_directions,
-        [("(key >= first) &", "(key >= context_length) &")],
+        [("(key >= first) &", "(key >= own[row, 0]) &")],
     ),
     "left-shifted labels": (
         blocks,
@@ -287,19 +287,19 @@ BUGS: dict[str, tuple[types.ModuleType, Callable[[Any], bool], list[tuple[str, s
     "BlockMask per head": (
         blocks,
         block_mask_serves_all_heads_and_never_makes_the_grid,
-        [("(some & ~every)[:, None], every[:, None]", "(some & ~every)[:, None].repeat(1, 32, 1, 1), every[:, None]")],
+        [("every))[:, :, None]", "every))[:, :, None].repeat(1, 1, 32, 1, 1)")],
     ),
     "dense mask by create_block_mask": (
         blocks,
         block_mask_serves_all_heads_and_never_makes_the_grid,
         [
             (
-                "    low, high, own = (\n",
+                "    intervals = _intervals(anchors, keep, context_length, block_size, document_ids, window)\n",
                 "    from torch.nn.attention.flex_attention import create_block_mask\n"
                 "    rule = visible(anchors, keep, context_length, block_size, document_ids, window)\n"
                 "    grid = (len(anchors), 1, anchors.shape[1] * block_size)\n"
                 "    return create_block_mask(rule, *grid, context_length + grid[2], device=str(anchors.device))\n"
-                "    low, high, own = (\n",
+                "    intervals = _intervals(anchors, keep, context_length, block_size, document_ids, window)\n",
             )
         ],
     ),

@@ -1,5 +1,6 @@
 """A tiny random target and rows, for tests of the trainer: real modules of transformers, no file, no network."""
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,8 +57,8 @@ def rows(count=24, shortest=40, longest=120, seed=0):
         ids = [int(torch.randint(2, 90, (1,), generator=generator))]
         while len(ids) < length:
             ids.append((3 * ids[-1] + 7) % 89 + 2)
-        found.append(Row(id=index, input_ids=ids, response_mask=[place >= 8 for place in range(length)]))
-    return Dataset(rows=found, left_out=[])
+        found.append(Row(index, np.array(ids, np.int32), np.arange(length) >= 8, f"tiny:{index + 1}"))
+    return Dataset(found)
 
 
 def tiny_config(run_dir, **changes):

@@ -94,7 +94,7 @@ def test_lanes_change_and_buttons_answer(lab: Any, page: Any, picture: Callable[
     view.acknowledged("checkpoint asked for")
     assert "waits for the compile of attention" in view.lanes()["drafter-0"]
     view.until(lambda lanes: not any("asked for" in said for said in lanes.values()), 10)
-    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('1 checkpoints')")
+    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('1 checkpoint,')")
 
     view.press("pause")
     view.acknowledged("pause asked for", "paused")
