@@ -20,10 +20,13 @@ _LAZY = {
     "record_compiles": "compile_monitor",
 }
 _MODULES = frozenset(
-    "blocks checkpoint collective compile_monitor config dashboard data decode drafter evaluate events fx_patch "
-    "hazards loss race_lab replica runs target threads timeline".split()
+    {
+        *("blocks", "checkpoint", "collective", "compile_monitor", "config", "dashboard", "data", "decode", "doctor"),
+        *("drafter", "evaluate", "events", "fx_patch", "hazards", "loss", "race_lab", "replica", "runs", "target"),
+        *("threads", "timeline"),
+    }
 )
-__all__ = ["Dashboard", "Run", "RunConfig", "Trainer", "fx_patch", "record_compiles", "timeline"]  # noqa: F822
+__all__ = ["Dashboard", "Run", "RunConfig", "Trainer", "fx_patch", "record_compiles", "timeline"]
 
 
 def __getattr__(name: str) -> Any:

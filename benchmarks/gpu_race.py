@@ -1,0 +1,172 @@
+"""The race on one GPU: the crash, the deadlock, the first step, and every strategy under every workload.
+
+    python benchmarks/gpu_race.py --out benchmarks/results/gpu_race.json       (one GPU, under 8 minutes)
+    python benchmarks/gpu_race.py --device cpu --tiny --out race.json          (the same on a CPU, for its logic)
+
+Claims, each a line at the end:
+ a  crash: 3 threads, compiled flex_attention, changing lengths, caches off; RuntimeErrors unpatched, none patched;
+ b  deadlock: lazily compiled backwards of threads that share the GPU; stacks unpatched, no hang patched;
+ c  first step: 3 threads reach theirs in at most 1.3 times what 1 thread needs at the same shapes (fresh caches);
+ d  the whole grid of strategies and workloads.
+Needs torch and this package only. Each cell is a process of its own that ends itself after its timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dflash_lib import race_lab
+from dflash_lib.race_lab import Result
+
+NO_CACHES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+
+
+def storm_options(arguments: argparse.Namespace, strategy: str) -> dict[str, Any]:
+    """The long patched run makes at least 60 recompiles; the other strategies need less to show what they do."""
+    if arguments.tiny:
+        return {"steps": 4, "seconds": 30.0}
+    if strategy == "thread_local":  # 3 lanes x 21 lengths = 63 forward graphs, and as many backward ones
+        return {"steps": 42, "repeat": 2, "seconds": 220.0, "timeout": 260.0, "environment": NO_CACHES}
+    return {"steps": 42 if strategy == "none" else 12, "repeat": 2, "seconds": 60.0, "environment": NO_CACHES}
+
+
+def options(arguments: argparse.Namespace, strategy: str, workload: str) -> dict[str, Any]:
+    """How one cell of the grid runs."""
+    common: dict[str, Any] = {"threads": 3, "device": arguments.device, "compare": arguments.device == "cpu"}
+    if workload == "compile_storm":
+        return {**common, "stall": 40.0, "timeout": 120.0, **storm_options(arguments, strategy)}
+    if workload == "shared_gpu_backward":
+        size = {"steps": 4, "seconds": 30.0} if arguments.tiny else {"steps": 4, "repeat": 1, "seconds": 60.0}
+        return {**common, **size, "stall": 5.0 if arguments.device == "cpu" else 30.0, "environment": NO_CACHES}
+    # Lanes that only call: what they compile is not the point, so it is cheap.
+    return {**common, "steps": 2 if arguments.tiny else 60, "seconds": 20.0, "backend": "aot_eager"}
+
+
+def first_steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds until the last of N threads has done its first step, for N = 1 and 3, each with empty caches."""
+    seconds: dict[int, list[float]] = {1: [], 3: []}
+    results: list[Result] = []
+    for _ in range(1 if arguments.tiny else 2):
+        for threads in seconds:
+            with tempfile.TemporaryDirectory(prefix="dflash-cold-") as cold:
+                result = race_lab.run(
+                    "thread_local",
+                    "compile_storm",
+                    threads=threads,
+                    device=arguments.device,
+                    steps=1,
+                    same_lengths=True,
+                    compare=False,
+                    stall=90.0,
+                    environment={
+                        "TORCHINDUCTOR_CACHE_DIR": str(Path(cold, "inductor")),
+                        "TRITON_CACHE_DIR": str(Path(cold, "triton")),
+                    },
+                )
+            results.append(result)
+            if result.steps_done == threads:
+                seconds[threads].append(max(result.first_step_seconds.values()))
+    best = {threads: min(values) for threads, values in seconds.items() if values}
+    return {
+        "seconds": {str(threads): values for threads, values in seconds.items()},
+        "ratio": best[3] / best[1] if len(best) == 2 else None,
+        "outcomes": [result.outcome for result in results],
+    }
+
+
+def grid(arguments: argparse.Namespace, deadline: float) -> list[Result]:
+    """All cells, several processes at a time, the longest first; none is started after the deadline."""
+    cells = [(strategy, workload) for workload in arguments.workloads for strategy in arguments.strategies]
+    cells.sort(key=lambda cell: (cell != ("thread_local", "compile_storm"), cell[1] != "compile_storm"))
+
+    def one(cell: tuple[str, str]) -> Result | None:
+        if time.monotonic() > deadline:
+            return None
+        result = race_lab.run(*cell, **options(arguments, *cell))
+        print(f"  {race_lab.table([result]).splitlines()[-1]}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        return [result for result in pool.map(one, cells) if result is not None]
+
+
+def summary(results: list[Result], first: dict[str, Any] | None) -> dict[str, Any]:
+    """The claims: what was measured, and whether it holds. None where a cell did not run."""
+    cells = {(result.strategy, result.workload): result for result in results}
+    claims: dict[str, Any] = {}
+    for claim, workload in (("a_crash", "compile_storm"), ("b_deadlock", "shared_gpu_backward")):
+        unpatched, patched = cells.get(("none", workload)), cells.get(("thread_local", workload))
+        if unpatched and patched:
+            claims[claim] = {
+                "unpatched": {"outcome": unpatched.outcome, "errors": unpatched.errors, "compiles": unpatched.compiles},
+                "patched": {"outcome": patched.outcome, "errors": patched.errors, "compiles": patched.compiles},
+                "patched_steps": f"{patched.steps_done}/{patched.steps_planned}",
+                "fails_unpatched": unpatched.outcome != "ok",
+                "holds_patched": patched.outcome == "ok" and patched.steps_done == patched.steps_planned,
+            }
+    if first:
+        claims["c_first_step"] = {**first, "goal": 1.3, "holds": first["ratio"] is not None and first["ratio"] <= 1.3}
+    claims["d_thread_local"] = {
+        "cells": sum(strategy == "thread_local" for strategy, _ in cells),
+        "ok": sum(strategy == "thread_local" and result.outcome == "ok" for (strategy, _), result in cells.items()),
+    }
+    return claims
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, asked in another process: this one never loads torch."""
+    if device == "cpu":
+        return "cpu"
+    code = f"import torch; print(torch.cuda.get_device_name({device!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    """Runs the parts, writes the results file, prints a line a claim."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="results JSON")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--tiny", action="store_true", help="a few steps a cell")
+    parser.add_argument("--parts", default="grid,first", help="grid (claims a, b, d), first (claim c)")
+    parser.add_argument("--strategies", nargs="+", default=list(race_lab.STRATEGIES), choices=race_lab.STRATEGIES)
+    parser.add_argument("--workloads", nargs="+", default=list(race_lab.WORKLOADS), choices=race_lab.WORKLOADS)
+    parser.add_argument("--parallel", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes")
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no further cell is started")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    started = time.monotonic()
+    first = first_steps(arguments) if "first" in parts else None  # alone on the machine: it is a time
+    results = grid(arguments, started + arguments.budget) if "grid" in parts else []
+    claims = summary(results, first)
+    report = {
+        "device": device_name(arguments.device),
+        "torch": results[0].torch if results else None,
+        "seconds": time.monotonic() - started,
+        "claims": claims,
+        "explanations": [race_lab.explain(result) for result in results],
+        "cells": [result.to_dict() for result in results],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    part = arguments.out.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1))
+    part.replace(arguments.out)
+    print(race_lab.table(results))
+    print(f"{len(results)} cells, {report['seconds']:.0f} s, {report['device']}, torch {report['torch']}")
+    for name, claim in claims.items():
+        print(f"{name}: {json.dumps(claim)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Checkpoints: save and load a drafter and its training state, safely and whole or not at all.
+
+A checkpoint is a folder::
+
+    checkpoints/step-000100/
+        model.safetensors      the drafter's tensors, named as DFlash names them
+        config.json            the layout z-lab's checkpoints have, so that a checkpoint is already an export
+        training.safetensors   tensors of the training state (optimizer moments, float32 masters, ...)
+        training.json          everything else of it: step, scheduler, data position
+
+Nothing is pickled, so a checkpoint from anywhere is safe to open. A folder is written under a temporary name, flushed
+and then renamed: it is there whole or it is not there. Formats of other projects are in :mod:`dflash_lib.exchange`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+
+if TYPE_CHECKING:
+    from dflash_lib.drafter import Drafter
+    from dflash_lib.target import Target
+
+__all__ = [
+    "CheckpointError",
+    "all_steps",
+    "check_fits",
+    "describe",
+    "export",
+    "import_",
+    "latest",
+    "load",
+    "load_training",
+    "prune",
+    "resolve",
+    "save",
+    "save_training",
+]
+
+MODEL, CONFIG = "model.safetensors", "config.json"
+TRAINING_TENSORS, TRAINING_STATE = "training.safetensors", "training.json"
+
+
+# --- a drafter ---------------------------------------------------------------------------------------------------
+def save(
+    drafter: Drafter,
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    extra_state: Mapping[str, Any] | None = None,
+    target: str | None = None,
+) -> Path:
+    """Writes a checkpoint folder; an older folder of that name is replaced only when the new one is whole.
+
+    Args:
+        drafter: the draft model; its parameters keep their dtype.
+        path: the folder, such as ``run/checkpoints/step-000100``.
+        step: optimizer steps finished.
+        extra_state: training state for :func:`load_training`: any tree of dicts, lists, tuples, numbers, strings,
+            None and tensors (``optimizer.state_dict()`` is one).
+        target: name of the target the drafter was trained for, kept for messages.
+
+    Raises:
+        CheckpointError: the state holds something that is neither JSON nor a tensor, or the folder cannot be written.
+    """
+    tensors = drafter_tensors(drafter)
+    config = zlab_config(drafter.config, dtype_name(tensors))
+    compute = str(drafter.config.dtype).removeprefix("torch.")
+    config[OURS] = {"v": 1, "step": step, "target": target, "compute_dtype": compute}
+
+    def write(folder: Path) -> None:
+        write_tensors(tensors, folder / MODEL)
+        write_json(config, folder / CONFIG)
+        if extra_state is not None:
+            _write_training(folder, extra_state, step)
+
+    return replace_folder(Path(path), write)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    target: Target | None = None,
+) -> Drafter:
+    """Reads a drafter from a checkpoint folder, ours or an export of a known format.
+
+    Args:
+        path: a checkpoint folder, or a run folder (its newest checkpoint is taken).
+        device: where its tensors go.
+        dtype: of its tensors; None keeps what is in the file.
+        target: the target it is meant for; one that does not fit is refused (see :func:`check_fits`).
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of another model; the line names file and fault.
+    """
+    folder = resolve(path)
+    drafter = import_(folder, device=device, dtype=dtype)
+    if target is not None:
+        check_fits(drafter, target, folder)
+    return drafter
+
+
+def check_fits(drafter: Drafter, target: Target, where: str | os.PathLike[str] = "this checkpoint") -> None:
+    """Refuses a drafter that was trained for another target: vocabulary, width, layers, feature layers.
+
+    Raises:
+        CheckpointError: one line with both numbers.
+    """
+    config = drafter.config
+    facts = [
+        ("a vocabulary of {} tokens", config.vocab_size, target.vocab_size),
+        ("a target of width {}", config.target_hidden_size, target.hidden_size),
+        ("a target of {} layers", config.num_target_layers, target.num_layers),
+        ("features of layers {}", list(config.target_layer_ids), list(target.layer_ids)),
+    ]
+    for words, wanted, found in facts:
+        if wanted != found:
+            raise CheckpointError(
+                f"{os.fspath(where)}: was trained for {words.format(wanted)}, but {target.name} has {found}: "
+                "name the target it was trained for"
+            )
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """``{"step": int | None, "target": str | None}`` of a checkpoint folder, without reading its tensors."""
+    ours = read_json(resolve(path) / CONFIG).get(OURS)
+    ours = ours if isinstance(ours, dict) else {}
+    return {"step": ours.get("step"), "target": ours.get("target")}
+
+
+def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """The drafter's parameters on the CPU under their checkpoint names, without a wrapper's prefix."""
+    model = getattr(drafter, "_orig_mod", drafter)
+    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in model.named_parameters()}
+
+
+# --- training state ----------------------------------------------------------------------------------------------
+def save_training(path: str | os.PathLike[str], state: Mapping[str, Any], *, step: int) -> None:
+    """Adds (or replaces) the training state of an existing checkpoint folder; see :func:`save`'s ``extra_state``."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is no folder")
+    _write_training(folder, state, step)
+
+
+def load_training(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tree that was given to :func:`save` or :func:`save_training`, tensors on the CPU, plus ``"step"``.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or its two files are of different saves.
+    """
+    folder = resolve(path)
+    document = read_json(folder / TRAINING_STATE)
+    tensors, metadata = read_tensors(folder / TRAINING_TENSORS, with_metadata=True)
+    if metadata.get("save") != document.get("save"):
+        raise CheckpointError(f"{folder}: {TRAINING_STATE} and {TRAINING_TENSORS} come from different saves")
+    try:
+        state = _unpack(document["state"], tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / TRAINING_STATE}: names {error} which {TRAINING_TENSORS} lacks") from None
+    return {"step": document["step"], **state}
+
+
+def _write_training(folder: Path, state: Mapping[str, Any], step: int) -> None:
+    tensors: dict[str, Tensor] = {}
+    packed = _pack(dict(state), "state", tensors)
+    stamp = uuid.uuid4().hex  # ties the two files together, should a crash fall between them
+    write_tensors(tensors, folder / TRAINING_TENSORS, {"save": stamp})
+    write_json({"v": 1, "step": step, "save": stamp, "state": packed}, folder / TRAINING_STATE)
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A tree as JSON; its tensors go to ``tensors`` under the path that leads to them."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"$tensor": name}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {"$pairs": [[_pack(k, name, tensors), _pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"$tuple": [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(f"{name}: a {type(value).__name__} is neither JSON nor a tensor and cannot be saved")
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        if "$tuple" in value:
+            return tuple(_unpack(item, tensors) for item in value["$tuple"])
+        if "$pairs" in value:
+            return {_unpack(k, tensors): _unpack(v, tensors) for k, v in value["$pairs"]}
+        return {key: _unpack(item, tensors) for key, item in value.items()}
+    return value
+
+
+# --- finding and pruning -----------------------------------------------------------------------------------------
+def all_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Every whole checkpoint of a run, oldest step first (a folder without both files is not one)."""
+    root = Path(run_dir) / "checkpoints"
+    found = [
+        (int(match[1]), folder)
+        for folder in (root.iterdir() if root.is_dir() else ())
+        if (match := re.fullmatch(r"step-(\d+)", folder.name))
+        and (folder / MODEL).is_file()
+        and (folder / CONFIG).is_file()
+    ]
+    return [folder for _, folder in sorted(found)]
+
+
+def latest(run_dir: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint of a run folder, or None."""
+    steps = all_steps(run_dir)
+    return steps[-1] if steps else None
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """A checkpoint folder from a checkpoint folder, one of its files, or a run folder (then its newest)."""
+    given = Path(path)
+    if given.is_file() and given.name in (MODEL, CONFIG):
+        return given.parent
+    if not given.is_dir():
+        raise CheckpointError(f"{given}: no such folder; name a checkpoint (.../checkpoints/step-000100) or a run")
+    if (given / CONFIG).is_file() and (given / MODEL).is_file():
+        return given
+    newest = latest(given)
+    if newest is not None:
+        return newest
+    missing = CONFIG if (given / MODEL).is_file() else MODEL
+    raise CheckpointError(f"{given}: has no {missing} and no checkpoints/step-* that is whole")
+
+
+def prune(run_dir: str | os.PathLike[str], keep: int) -> list[Path]:
+    """Removes all but the newest ``keep`` checkpoints; returns what it removed."""
+    old = all_steps(run_dir)[: -max(keep, 1)]
+    for folder in old:
+        shutil.rmtree(folder)
+    return old

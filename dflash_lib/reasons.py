@@ -1,0 +1,203 @@
+"""What a recompile reason means: the failing guard, expected -> actual, where in the source, and what to do about it.
+
+The texts are Dynamo's (``torch/_dynamo/guards.py`` and its C++ guards), as releases 2.9 to 2.14 write them. A text
+nobody has seen before is kept whole and gets the kind "other". No torch here: the timeline reads logs with this.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RACE = "Unexpected recompilation"
+DUPLICATE = "another thread compiled the same while this one waited for the compile lock"
+LIMIT = re.compile(r"(recompile|cache)[ _](size[ _])?limit", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A recompile reason, read.
+
+    ``kind`` is one word for comparing and counting; ``guard`` the check that failed; ``source`` "file:line" of the
+    user code that caused the guard, where torch says it.
+    """
+
+    kind: str
+    text: str
+    guard: str | None = None
+    expected: str | None = None
+    actual: str | None = None
+    source: str | None = None
+
+
+# kind -> advice: one line that fits what failed.
+ADVICE = {
+    "size": "a length changed: pad it to a few buckets, or mark that dimension dynamic (torch._dynamo.mark_dynamic)",
+    "stride": "the same shape came with another memory layout: call .contiguous() before the compiled function",
+    "rank": "tensors of different rank share one function: give each rank a function of its own, or add the axis",
+    "dtype": "the dtype changed: cast before the compiled call, and enter autocast outside it",
+    "requires_grad": "the same input came with and without grad: detach it, or keep training and evaluation apart",
+    "device": "one code object serves several devices: give each thread its own (fx_patch.own_entry_point)",
+    "dispatch_keys": "another kind of tensor (inference mode, a subclass): create inputs in the mode they are used in",
+    "grad_mode": "called with and without grad: give evaluation an entry point of its own (fx_patch.own_entry_point)",
+    "global_state": "a global setting differs: set it before threads start, start them with fx_patch.run_in_thread",
+    "constant": "a Python number is baked into the graph: pass it as a tensor, or keep it the same",
+    "shape_guard": "a dynamic size left the range the graph holds for: pad to buckets, or mark_dynamic with a max",
+    "type": "an argument changed its type (a block mask or None?): an entry point for each of the two",
+    "object": "another object of the same kind was passed: keep one alive and reuse it, or pass its values as tensors",
+    "deallocated": "the model this was compiled for is gone: keep it alive, or give the new one its own function",
+    "aliasing": "the same tensor was passed twice, or no longer is: clone one of them",
+    "structure": "a list or dict changed its length or keys: keep its structure fixed, or unpack it before the call",
+    "backend": "torch.compile was called again with another backend object: compile once, outside the loop",
+    "race": "several threads compiled the same thing at once: give each its own code object (fx_patch.own_entry_point)",
+    "limit": "the cache is full, calls run eagerly: fewer shapes, own code object a thread, or raise recompile_limit",
+    "graph_break": "Dynamo cannot trace this frame: fullgraph=True names the line, torch.compiler.disable exempts it",
+    "failed": "the compile failed: read its error; TORCHDYNAMO_VERBOSE=1 shows where",
+    "other": "TORCH_LOGS=recompiles shows every guard that failed",
+}
+
+
+def advice(kind: str) -> str:
+    """One line of advice for a kind of reason."""
+    return ADVICE.get(kind, ADVICE["other"])
+
+
+_MISMATCH = re.compile(
+    r"(?:Tensor |tensor '(?P<name>.*?)' )?(?P<what>size|stride|rank|dtype|requires_grad|dispatch key set|device index)"
+    r" mismatch(?: at index (?P<index>\d+))?\. [Ee]xpected (?:device index to be |requires_grad=)?(?P<expected>.+?)"
+    r"[,.] (?:but got |actual |Actual |got )(?:requires_grad=)?(?P<actual>[^\n]+)",
+)
+_SIZE = re.compile(r"[A-Za-z_][\w.\[\]'\"]*\.(?:size|stride)\(\)\[\d+\]|[A-Za-z_][\w.\[\]'\"]*\.storage_offset\(\)")
+_KINDS = {"dispatch key set": "dispatch_keys", "device index": "device"}
+_SOURCE = re.compile(r"#\s*(?P<source>\S[^#\n]*?:\d+) in [^#\n]+$")
+_STACK = re.compile(r'User stack trace:\s*\n\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
+
+
+def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason:
+    """Reads the text of a recompile reason.
+
+    Args:
+        text: as torch reports it, with or without its leading "0/3: ".
+        value: gives the present value of an expression of the compiled frame (see :func:`frame_value`), as text;
+            Dynamo's own text has only what was expected of Python values.
+    """
+    text = re.sub(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*", "", text).strip()
+    head = text.split("\nUser stack trace:", 1)[0]
+    body, _, comment = head.partition("  #")
+    body = body.strip()
+    source = _source(text, "#" + comment if comment else head)
+
+    def reason(kind: str, guard: str | None = body, expected: str | None = None, actual: str | None = None) -> Reason:
+        return Reason(kind, text, guard, expected, actual, source)
+
+    if text.startswith((RACE, DUPLICATE)):
+        return reason("race", guard=None)
+    if match := _MISMATCH.search(head):
+        what, index = match["what"], match["index"]
+        guard = f"{match['name'] or 'tensor'}: {what}" + (f"[{index}]" if index else "")
+        return reason(_KINDS.get(what, what), guard, match["expected"].strip(), match["actual"].strip())
+    if body.startswith("GLOBAL_STATE changed"):
+        names = body.partition(":")[2].split()
+        kind = "grad_mode" if names == ["grad_mode"] else "global_state"
+        now = value(f"<global>.{names[0]}") if value and names else None
+        before = {"True": "False", "False": "True"}.get(now or "")
+        return reason(kind, " ".join(names) or "global state", before, now)
+    for pattern, kind in (
+        ("BACKEND_MATCH", "backend"),
+        ("deallocated", "deallocated"),
+        ("invalidated", "deallocated"),
+        ("Duplicate tensor", "aliasing"),
+    ):
+        if pattern in body:
+            return reason(kind)
+    return _expression(body, reason, value)
+
+
+def _expression(body: str, reason: Callable[..., Reason], value: Callable[[str], str | None] | None) -> Reason:
+    """A guard written as a Python expression: ``k == 2``, ``2 <= x.size()[0]``, ``___check_type_id(x, 140...)``."""
+    now = value or (lambda _: None)
+    if match := re.match(r"(?:not )?___(check_type_id|check_obj_id)\((.+?),", body):
+        if match[1] == "check_type_id":
+            named = re.search(r"type=<class '([^']+)'>", body)
+            return reason("type", f"type({match[2]})", named[1] if named else None, now(f"type({match[2]})"))
+        return reason("object", f"{match[2]} is the same object")
+    try:
+        tree = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        return reason("other", guard=body or None)
+    if sizes := dict.fromkeys(_SIZE.findall(body)):
+        found = [f"{size} = {now(size)}" for size in sizes if now(size) is not None]
+        return reason("shape_guard", body, body, ", ".join(found) or None)
+    if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
+        left, right = ast.unparse(tree.left), ast.unparse(tree.comparators[0])
+        if isinstance(tree.left, ast.Constant) and not isinstance(tree.comparators[0], ast.Constant):
+            left, right = right, left
+        if isinstance(tree.ops[0], (ast.Eq, ast.NotEq)):
+            kind = "structure" if left.startswith(("len(", "list(dict.keys(", "tuple.__iter__")) else "constant"
+            expected = right if isinstance(tree.ops[0], ast.Eq) else f"not {right}"
+            return reason(kind, body, expected, now(left))
+        if isinstance(tree.ops[0], (ast.Is, ast.IsNot)):
+            kind = "type" if right == "None" else "object"
+            return reason(kind, body, right if isinstance(tree.ops[0], ast.Is) else f"not {right}", now(left))
+        return reason("constant", body, body, _pair(left, now(left)))
+    if body.startswith(("not ", "___", "hasattr", "isinstance", "len(")) or isinstance(tree, ast.Call):
+        return reason("structure" if "len" in body or "keys" in body else "object")
+    return reason("constant" if isinstance(tree, (ast.Name, ast.Attribute, ast.Subscript)) else "other")
+
+
+def _pair(name: str, value: str | None) -> str | None:
+    return None if value is None else f"{name} = {value}"
+
+
+def _source(text: str, head: str) -> str | None:
+    if match := _STACK.search(text):
+        return f"{match['file']}:{match['line']}"
+    match = _SOURCE.search(head.strip())
+    return match["source"].strip() if match else None
+
+
+# --- values of the compiled frame, without running any code of its owner --------------------------------------------
+def frame_value(names: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """A function from an expression over a frame's locals to its present value, as text of at most 80 characters.
+
+    Only names, attributes kept in an object's own dictionary, items of plain containers, ``len``, ``type`` and sizes
+    of tensors are looked up: no property, descriptor or ``__getattr__`` runs, and nothing ever raises.
+    """
+
+    def value(expression: str) -> str | None:
+        try:
+            result = _evaluate(ast.parse(expression, mode="eval").body, names)
+            plain = isinstance(result, (bool, int, float, str, bytes, type(None), list, tuple))
+            return (repr(result) if plain else getattr(result, "__qualname__", type(result).__qualname__))[:80]
+        except Exception:  # an expression this small language does not have: the value stays unknown
+            return None
+
+    return value
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        return vars(_evaluate(node.value, names))[node.attr]
+    if isinstance(node, ast.Subscript):
+        base, key = _evaluate(node.value, names), _evaluate(node.slice, names)
+        if type(base) in (list, tuple, dict):
+            return base[key]
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and len(node.args) == 1 and node.func.id in ("len", "type"):
+            argument = _evaluate(node.args[0], names)
+            if node.func.id == "type":
+                return type(argument)
+            if type(argument) in (list, tuple, dict, set, str):
+                return len(argument)
+        if isinstance(node.func, ast.Attribute) and not node.args and node.func.attr in ("size", "stride"):
+            tensor = _evaluate(node.func.value, names)
+            if type(tensor).__module__.split(".")[0] == "torch":
+                return tuple(int(n) for n in (tensor.shape if node.func.attr == "size" else tensor.stride()))
+    raise LookupError(ast.dump(node))

@@ -1,0 +1,42 @@
+"""Everything about runs as folders: making one, launching notebooks, sweeps, comparing. One import for callers."""
+
+from __future__ import annotations
+
+from .launch import NotebookFailed, Tail, execute
+from .report import draw, folders, frame, history, rows, summary, table
+from .run_folder import (
+    new_run_dir,
+    read_json,
+    read_status,
+    run_state,
+    runs_root,
+    write_environment,
+    write_json,
+    write_status,
+    write_text,
+)
+from .sweep import sweep, sweep_file
+
+__all__ = [
+    "NotebookFailed",
+    "Tail",
+    "draw",
+    "execute",
+    "folders",
+    "frame",
+    "history",
+    "new_run_dir",
+    "read_json",
+    "read_status",
+    "rows",
+    "run_state",
+    "runs_root",
+    "summary",
+    "sweep",
+    "sweep_file",
+    "table",
+    "write_environment",
+    "write_json",
+    "write_status",
+    "write_text",
+]

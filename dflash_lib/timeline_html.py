@@ -1,0 +1,165 @@
+"""Makes the timeline's page: one HTML file that works offline, with zoom, filters and the whole reason of any compile.
+
+The page (timeline_page.html) loads nothing from anywhere; its data is JSON in a script element, written as ASCII with
+``<`` escaped, and reaches the document only as text. Columns of whole milliseconds keep 100,000 compiles below 10 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from typing import Any
+
+from .reasons import ADVICE
+from .timeline_model import Lane, Timeline
+from .timeline_style import PART_LOOKS, WAITING, Look, look, subtitle
+
+TEXT_BUDGET = 3_000_000  # bytes of reasons and changes; beyond, those of the least wasteful compiles are left out
+POINTS = 60_000  # of all loss curves together
+DARK = {"first": "#3B9BDC", "eager_fallback": "#BBBBBB", "waiting": "#4A4A50"}  # where the colour is too dark for dark
+OFFENDERS = 12
+
+
+class _Strings:
+    """Every text once; what does not fit into the budget gets no index."""
+
+    def __init__(self, budget: int) -> None:
+        self.table: list[str] = []
+        self.left_out = 0
+        self._index: dict[str, int] = {}
+        self._budget = budget
+
+    def add(self, text: str | None, always: bool = False) -> int:
+        if not text:
+            return -1
+        if text in self._index:
+            return self._index[text]
+        size = len(json.dumps(text)) + 1
+        if not always and size > self._budget:
+            self.left_out += 1
+            return -1
+        self._budget -= size
+        self._index[text] = len(self.table)
+        self.table.append(text)
+        return self._index[text]
+
+
+def page(timeline: Timeline) -> str:
+    """The whole page as ASCII text."""
+    template = resources.files(__package__).joinpath("timeline_page.html").read_text(encoding="utf-8")
+    text = json.dumps(_data(timeline), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    before, after = template.split("@DATA@")
+    # The page's own arrows and dashes: those between the tags as references, those inside its script as escapes.
+    script = after.index("<script>")
+    escaped = "".join(c if c < "\x80" else f"\\u{ord(c):04x}" for c in after[script:])
+    return before.encode("ascii", "xmlcharrefreplace").decode() + text + after[:script] + escaped
+
+
+def _data(timeline: Timeline) -> dict[str, Any]:
+    strings = _Strings(TEXT_BUDGET)
+    classes = timeline.by_class()
+    columns = _columns(timeline, strings, {cls: i for i, cls in enumerate(classes)})
+    above = "loss" if timeline.has_loss else "s / step"
+    thin = max(1, math.ceil(sum(len(lane.step_ends) for lane in timeline.lanes) / POINTS))
+    first = 0
+    lanes = []
+    for lane in timeline.lanes:
+        lanes.append(_lane(lane, first, timeline.has_loss, thin))
+        first += len(lane.compiles)
+    notes = []
+    if timeline.unreadable:
+        notes.append(f"{timeline.unreadable} lines of the log could not be read.")
+    if strings.left_out:
+        notes.append(f"{strings.left_out:,} texts of the shortest compiles were left out to keep this page small.")
+    return {
+        "name": timeline.name,
+        "subtitle": subtitle(timeline),
+        "note": " ".join(notes),
+        "above": above,
+        "strings": strings.table,
+        "classes": list(classes),
+        "byclass": [[count, round(spent, 3), round(wait, 3)] for count, spent, wait in classes.values()],
+        "looks": {
+            **{cls: _look(cls, look(cls)) for cls in classes},
+            "waiting": _look("waiting", WAITING),
+        },
+        "parts": [[part, style.label, style.colour] for part, style in PART_LOOKS.items()],
+        "advice": ADVICE,
+        "lanes": lanes,
+        "compiles": columns,
+        "offenders": [
+            {
+                "wasted": round(o.wasted, 3),
+                "count": o.count,
+                "frame": o.frame,
+                "changes": "; ".join(o.changes[:3]) + (f" and {len(o.changes) - 3} more" if len(o.changes) > 3 else ""),
+                "where": o.where or "",
+                "advice": o.advice,
+                "find": o.changes[0] if len(o.changes) == 1 else o.frame,
+            }
+            for o in timeline.offenders()[:OFFENDERS]
+        ],
+    }
+
+
+def _look(cls: str, style: Look) -> dict[str, str]:
+    shown = {"colour": style.colour, "dark": DARK.get(cls, style.colour), "hatch": style.hatch}
+    return {**shown, "label": style.label, "meaning": style.meaning}
+
+
+def _lane(lane: Lane, first: int, loss: bool, thin: int) -> dict[str, Any]:
+    values = lane.losses if loss else lane.step_seconds
+    return {
+        "name": lane.name,
+        "device": lane.device or "",
+        "rows": lane.rows,
+        "begin": round(lane.begin, 3),
+        "first": first,
+        "count": len(lane.compiles),
+        "wasted": round(lane.wasted, 3),
+        "parts": [round(value, 3) for value in lane.parts.values()],
+        "t": [round(t, 3) for t in lane.step_ends[::thin]],
+        "n": lane.step_numbers[::thin],
+        "v": [float(f"{value:.4g}") if math.isfinite(value) else None for value in values[::thin]],
+    }
+
+
+def _columns(timeline: Timeline, strings: _Strings, classes: dict[str, int]) -> dict[str, list[int]]:
+    compiles = timeline.compiles  # lane by lane, each in the order of time
+    for c in compiles:  # short texts that many share come first
+        strings.add(c.frame, always=True)
+    change, reason, cut = [-1] * len(compiles), [-1] * len(compiles), [0] * len(compiles)
+    for i in sorted(range(len(compiles)), key=lambda i: -compiles[i].wasted):
+        c = compiles[i]
+        if c.reason:
+            change[i] = strings.add(c.change)
+            reason[i] = strings.add(c.reason)
+            cut[i] = int(reason[i] < 0)
+    milliseconds = [round(c.start * 1000) for c in compiles]
+    deltas = [
+        now - (milliseconds[i - 1] if i and compiles[i - 1].lane == c.lane else 0)
+        for i, (now, c) in enumerate(zip(milliseconds, compiles, strict=True))
+    ]
+    return {
+        "start": deltas,
+        "seconds": [round(c.seconds * 1000) for c in compiles],
+        "wait": [round(c.wait * 1000) for c in compiles],
+        "shown_wait": [round((c.start - c.begin) * 1000) for c in compiles],
+        "lane": [c.lane for c in compiles],
+        "row": [c.row for c in compiles],
+        "cls": [classes[c.cls] for c in compiles],
+        "frame": [strings.add(c.frame) for c in compiles],
+        "where": [strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None)) for c in compiles],
+        "kind": [strings.add(c.kind) for c in compiles],
+        "id": [strings.add(c.compile_id) for c in compiles],
+        "change": change,
+        "reason": reason,
+        "cut": cut,
+        "cache": [c.cache_size or 0 for c in compiles],
+        "limit": [c.limit or 0 for c in compiles],
+        "step": [c.step or 0 for c in compiles],
+        "aot": [round(c.parts[1] * 1000) for c in compiles],
+        "inductor": [round(c.parts[2] * 1000) for c in compiles],
+        "triton": [round(c.parts[3] * 1000) for c in compiles],
+    }

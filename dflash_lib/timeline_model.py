@@ -1,0 +1,349 @@
+"""The recompile timeline as data: lanes, compiles, steps, who wasted what. No drawing, no torch."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import events as log
+from . import reasons
+from .compile_metrics import CLASSES, PARTS
+
+NEEDED = ("first", "cache_hit")  # classes without which there would be no compiled code
+
+
+@dataclass(slots=True)
+class Compile:
+    """One compile. Times in seconds since the run's start; it waited until ``start``, and took ``seconds``."""
+
+    lane: int
+    start: float
+    seconds: float
+    wait: float
+    cls: str
+    frame: str
+    file: str | None
+    line: int | None
+    compile_id: str | None
+    reason: str | None
+    kind: str | None  # of the reason, see reasons.ADVICE
+    guard: str | None
+    expected: str | None
+    actual: str | None
+    source: str | None
+    cache_size: int | None
+    limit: int | None
+    step: int | None
+    parts: tuple[float, float, float, float]
+    is_recompile: bool  # whether it would not have been, had everything stayed as it was at the first compile
+    begin: float  # when its waiting begins: start - wait, but never before the row's previous compile has ended
+    row: int = 0  # 0 unless another compile of the lane overlaps it
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    @property
+    def wasted(self) -> float:
+        """Seconds lost: recompiles whole, and of every compile the waiting for other threads' compiles."""
+        return self.wait + (self.seconds if self.is_recompile else 0.0)
+
+    @property
+    def change(self) -> str:
+        """What changed, in a few words: "x: size[1] 64 -> 96"."""
+        if self.kind == "race":
+            return "another thread compiled the same meanwhile"
+        if self.expected is not None or self.actual is not None:
+            shown = f"{self.guard}: " if self.guard and self.guard != self.expected else ""
+            return f"{shown}{self.expected or '?'} -> {self.actual or '?'}"
+        return self.guard or (self.reason or "").split("\n", 1)[0]
+
+
+@dataclass
+class Lane:
+    """One thread of one process: its compiles and its steps, both in the order of time."""
+
+    name: str
+    device: str | None
+    thread: str
+    node: int = 0
+    begin: float = 0.0  # its first event
+    compiles: list[Compile] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)
+    step_numbers: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # NaN where there is none
+    step_seconds: list[float] = field(default_factory=list)
+    rows: int = 1  # more than 1 where compiles of the lane overlap
+
+    @functools.cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, waiting last; they add up to compile_seconds + wait_seconds."""
+        table = np.array([(*c.parts, c.wait) for c in self.compiles]).reshape(-1, len(PARTS) + 1)
+        return dict(zip((*PARTS, "waiting"), table.sum(axis=0).tolist(), strict=True))
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.parts["waiting"]
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(seconds for part, seconds in self.parts.items() if part != "waiting")
+
+    @functools.cached_property
+    def wasted(self) -> float:
+        """Seconds lost to recompiles and to waiting for other threads' compiles."""
+        return self.wait_seconds + sum(c.seconds for c in self.compiles if c.is_recompile)
+
+    def step_at(self, times: np.ndarray) -> np.ndarray:
+        """Times -> step axis: the n-th step's end is at n, linear in between; past the last one, half a step on."""
+        if not self.step_ends:
+            return np.zeros_like(times)
+        ends = np.array([min(self.begin, self.step_ends[0]), *self.step_ends])
+        numbers = np.array([self.step_numbers[0] - 1, *self.step_numbers], dtype=float)
+        return np.interp(times, ends, numbers) + 0.5 * (times > ends[-1])
+
+
+@dataclass(frozen=True)
+class Offender:
+    """Recompiles of one frame for one kind of reason, over all lanes."""
+
+    frame: str
+    kind: str
+    cls: str
+    count: int
+    lanes: tuple[str, ...]
+    seconds: float
+    wait: float
+    changes: tuple[str, ...]  # what changed, the most frequent first
+    where: str | None  # "file:line" of the guard, or of the frame
+    steps: tuple[int, int] | None  # first and last step
+
+    @property
+    def wasted(self) -> float:
+        return self.seconds + self.wait
+
+    @property
+    def advice(self) -> str:
+        return reasons.advice(self.kind)
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else (f", steps {self.steps[0]}-{self.steps[1]}")
+        if self.steps is not None and self.steps[0] == self.steps[1]:
+            steps = f", step {self.steps[0]}"
+        what = f"{self.frame}: {self.count} x {self.kind}" + (f" ({self.changes[0]})" if self.changes else "")
+        return f"{what}, {self.wasted:.2f} s in {', '.join(self.lanes)}{steps}: {self.advice}"
+
+
+@dataclass
+class Timeline:
+    """A run's compiles by lane. Build one with :func:`dflash_lib.timeline.load`."""
+
+    name: str
+    lanes: list[Lane] = field(default_factory=list)
+    events: list[log.Event] = field(default_factory=list)
+    unreadable: int = 0
+
+    @functools.cached_property
+    def compiles(self) -> list[Compile]:
+        return [c for lane in self.lanes for c in lane.compiles]
+
+    @property
+    def end(self) -> float:
+        """The last thing that is known, in seconds since the start."""
+        last = [c.end for lane in self.lanes for c in lane.compiles]
+        return max([*last, *(lane.step_ends[-1] for lane in self.lanes if lane.step_ends)], default=0.0)
+
+    @property
+    def has_loss(self) -> bool:
+        return any(not math.isnan(loss) for lane in self.lanes for loss in lane.losses)
+
+    @property
+    def has_steps(self) -> bool:
+        return any(lane.step_ends for lane in self.lanes)
+
+    def by_class(self) -> dict[str, tuple[int, float, float]]:
+        """class -> (count, seconds, seconds waited), in the order of :data:`CLASSES`; classes that occur only."""
+        sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        for c in self.compiles:
+            row = sums[c.cls]
+            row[0], row[1], row[2] = row[0] + 1, row[1] + c.seconds, row[2] + c.wait
+        order = [*CLASSES, *sorted(set(sums) - set(CLASSES))]
+        return {cls: (int(sums[cls][0]), sums[cls][1], sums[cls][2]) for cls in order if cls in sums}
+
+    def offenders(self, after_step: int | None = None) -> list[Offender]:
+        """Recompiles by frame and kind of reason, the most wasteful first; ``after_step``: later ones alone."""
+        return self._all_offenders if after_step is None else self._offenders(after_step)
+
+    @functools.cached_property
+    def _all_offenders(self) -> list[Offender]:
+        return self._offenders(None)
+
+    def _offenders(self, after_step: int | None) -> list[Offender]:
+        groups: dict[tuple[str, str], list[Compile]] = defaultdict(list)
+        for c in self.compiles:
+            if c.is_recompile and (after_step is None or (c.step or 1) > after_step):
+                groups[c.frame, c.kind or "other"].append(c)
+        found = [self._offender(frame, kind, group) for (frame, kind), group in groups.items()]
+        return sorted(found, key=lambda o: (-o.wasted, o.frame, o.kind))
+
+    def _offender(self, frame: str, kind: str, group: list[Compile]) -> Offender:
+        forwards = [c for c in group if c.cls != "backward"] or group
+        changes = Counter(c.change for c in forwards if c.change)
+        steps = [c.step for c in group if c.step is not None]
+        where = next((c.source for c in forwards if c.source), None)
+        first = forwards[0]
+        if where is None and first.file:
+            where = f"{first.file}:{first.line}" if first.line is not None else first.file
+        return Offender(
+            frame=frame,
+            kind=kind,
+            cls=Counter(c.cls for c in forwards).most_common(1)[0][0],
+            count=len(forwards),
+            lanes=tuple(self.lanes[i].name for i in sorted({c.lane for c in group})),
+            seconds=sum(c.seconds for c in group),
+            wait=sum(c.wait for c in group),
+            changes=tuple(text for text, _ in changes.most_common()),
+            where=where,
+            steps=(min(steps), max(steps)) if steps else None,
+        )
+
+
+# --- from events -----------------------------------------------------------------------------------------------------
+def build(events: Iterable[log.Event], name: str, unreadable: int = 0) -> Timeline:
+    """The timeline of events as :func:`events.settle` gives them; what a field should not hold is taken as unknown."""
+    settled = list(events)
+    lanes: dict[tuple[int, str], Lane] = {}
+    many_nodes = len({event["node"] for event in settled}) > 1
+    raw: list[tuple[tuple[int, str], log.Event]] = []
+    for event in settled:
+        worker = event["thread"].startswith(("drafter", "target"))  # has a lane even where it never compiled
+        if event["kind"] not in ("step", "compile") and not worker:
+            continue
+        key = event["node"], event["thread"]
+        if key not in lanes:
+            label = f"node {event['node']} · {event['thread']}" if many_nodes else event["thread"]
+            lanes[key] = Lane(label, event["device"], event["thread"], event["node"], begin=max(0.0, event["t"]))
+        lane = lanes[key]
+        lane.device = lane.device or event["device"]
+        lane.begin = min(lane.begin, max(0.0, _seconds(event.get("start"), event["t"])))
+        if event["kind"] == "step":
+            lane.step_ends.append(event["t"])
+            lane.step_numbers.append(event["step"] if event["step"] is not None else len(lane.step_numbers) + 1)
+            lane.losses.append(_seconds(event.get("loss"), math.nan, least=-math.inf))
+            lane.step_seconds.append(_seconds(event.get("seconds"), math.nan))
+        elif event["kind"] == "compile":
+            raw.append((key, event))
+    ordered = dict(sorted(lanes.items(), key=lambda item: (item[0][0], _lane_order(item[0][1]))))
+    index = {key: i for i, key in enumerate(ordered)}
+    for key, event in raw:
+        ordered[key].compiles.append(_compile(event, index[key], ordered[key]))
+    for lane in ordered.values():
+        _no_overlap(lane)
+    return Timeline(name, list(ordered.values()), settled, unreadable)
+
+
+def _lane_order(thread: str) -> tuple[int, list[tuple[int, int, str]]]:
+    group = 0 if thread.startswith("drafter") else 1 if thread.startswith("target") else 3 if thread == "main" else 2
+    parts = re.split(r"([0-9]+)", thread)
+    return group, [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts if p]
+
+
+def _seconds(value: object, default: float, least: float = 0.0) -> float:
+    if type(value) is float and least <= value < math.inf:  # nearly always
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return max(least, float(value))
+    return default
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
+    seconds = _seconds(event.get("seconds"), 0.0)
+    start = _seconds(event.get("start"), max(0.0, event["t"] - seconds))
+    reason = _text(event.get("reason"))
+    kind, guard, source = (_text(event.get(name)) for name in ("reason_kind", "guard", "source"))
+    expected, actual = _text(event.get("expected")), _text(event.get("actual"))
+    if reason and kind is None:  # a log of another writer: read the reason here
+        parsed = reasons.parse(reason)
+        kind, guard, source = parsed.kind, guard or parsed.guard, source or parsed.source
+        expected, actual = expected or parsed.expected, actual or parsed.actual
+    cls = _text(event.get("cls")) or "first"
+    return Compile(
+        lane=lane_index,
+        start=start,
+        seconds=seconds,
+        wait=_seconds(event.get("wait_seconds"), 0.0),
+        cls=cls,
+        frame=base_frame(_text(event.get("frame")) or "unknown frame", lane.thread),
+        file=_text(event.get("file")),
+        line=_whole(event.get("line")),
+        compile_id=_text(event.get("compile_id")),
+        reason=reason,
+        kind=kind or ("failed" if cls == "failed" else None),
+        guard=guard,
+        expected=expected,
+        actual=actual,
+        source=source,
+        cache_size=_whole(event.get("cache_size")),
+        limit=_whole(event.get("limit")),
+        step=event["step"] if event["step"] is not None else _step_of(lane, start),
+        parts=_split(event.get("parts"), seconds),
+        is_recompile=cls not in NEEDED and (cls != "backward" or kind is not None),
+        begin=start,
+    )
+
+
+def base_frame(frame: str, thread: str) -> str:
+    """A frame's name without the lane's suffix that fx_patch.own_entry_point gives it."""
+    return frame.removesuffix(_suffix(thread))
+
+
+@functools.cache
+def _suffix(thread: str) -> str:
+    return "_" + re.sub(r"\W", "_", thread)
+
+
+def _step_of(lane: Lane, t: float) -> int | None:
+    """The step in progress at a time: the number of the first step that ends later."""
+    if not lane.step_ends:
+        return None
+    i = bisect.bisect_left(lane.step_ends, t)
+    return lane.step_numbers[i] if i < len(lane.step_ends) else lane.step_numbers[-1] + 1
+
+
+def _split(parts: object, seconds: float) -> tuple[float, float, float, float]:
+    """Seconds of dynamo, aot, inductor, triton that add up to ``seconds``; what is unaccounted for is Dynamo's."""
+    given = parts if isinstance(parts, dict) else {}
+    inner = [_seconds(given.get(part), 0.0) for part in PARTS[1:]]
+    total = sum(inner)
+    if total > seconds:
+        inner = [part * seconds / total for part in inner]
+        total = seconds
+    return seconds - total, inner[0], inner[1], inner[2]
+
+
+def _no_overlap(lane: Lane) -> None:
+    """Puts compiles that overlap in time (threads of the same name, a shuffled clock) into rows of their own."""
+    lane.compiles.sort(key=lambda c: (c.start, -c.seconds))
+    free: list[float] = []  # when each row's last compile ended
+    for c in lane.compiles:
+        row = next((r for r, end in enumerate(free) if c.start >= end - 1e-6), len(free))
+        if row == len(free):
+            free.append(0.0)
+        c.row, c.begin = row, min(c.start, max(c.start - c.wait, free[row], 0.0))
+        free[row] = max(free[row], c.end)
+    lane.rows = max(1, len(free))

@@ -1,0 +1,73 @@
+"""How compiles look: one colour AND one hatch a class, so that no one has to tell colours apart. Okabe-Ito colours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .timeline_model import Timeline
+
+
+@dataclass(frozen=True)
+class Look:
+    """``hatch`` is matplotlib's; the page draws the same strokes. ``label`` is what a reader sees."""
+
+    colour: str
+    hatch: str
+    label: str
+    meaning: str
+
+
+CLASS_LOOKS = {
+    "first": Look("#0072B2", "", "first compile", "the first compile of a function"),
+    "recompile": Look("#D55E00", "////", "recompile", "a guard failed: compiled again"),
+    "backward": Look("#56B4E9", "....", "backward", "the backward of one of the others"),
+    "race_duplicate": Look("#CC79A7", "xxxx", "race duplicate", "another thread had compiled the same meanwhile"),
+    "eager_fallback": Look("#4D4D4D", "++++", "eager fallback", "runs uncompiled from here on"),
+    "cache_hit": Look("#009E73", "oo", "cache hit", "taken from the cache on disk"),
+    "failed": Look("#F0E442", "\\\\\\\\", "failed", "the compile raised an error"),
+}
+OTHER = Look("#999999", "", "other", "a class this version does not know")
+WAITING = Look("#D9D9D9", "----", "waiting", "for another thread's compile to end")
+PART_LOOKS = {
+    "dynamo": Look("#0072B2", "", "Dynamo", "tracing and guards"),
+    "aot": Look("#56B4E9", "....", "AOTAutograd", "joint graph, partitioning"),
+    "inductor": Look("#E69F00", "////", "Inductor", "scheduling and code generation"),
+    "triton": Look("#009E73", "xx", "Triton / C++", "kernel compilation"),
+    "waiting": WAITING,
+}
+
+
+def look(cls: str) -> Look:
+    """The look of a class, known or not."""
+    return CLASS_LOOKS.get(cls, OTHER)
+
+
+def subtitle(timeline: Timeline) -> str:
+    """The run in one line: how many compiles, how many of them were avoidable, what they cost."""
+    compiles = timeline.compiles
+    again = [c for c in compiles if c.is_recompile]
+    spent = sum(c.seconds for c in compiles)
+    waited = sum(c.wait for c in compiles)
+    wasted = sum(lane.wasted for lane in timeline.lanes)
+    threads = f"{len(timeline.lanes)} thread{'s' * (len(timeline.lanes) != 1)}"
+    return (
+        f"{threads}, {len(compiles):,} compiles in {seconds(spent)}, {seconds(waited)} waiting; "
+        f"{len(again):,} of them recompiles, {seconds(wasted)} wasted"
+    )
+
+
+def seconds(value: float) -> str:
+    """Seconds for a reader: "0 s", "0.34 s", "12 s", "3 min 20 s"."""
+    if value < 0.005:
+        return "0 s"
+    if value < 10:
+        return f"{value:.2f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{int(value // 60)} min {int(value % 60)} s"
+
+
+def clean(text: str, length: int) -> str:
+    """Text that any renderer takes: one line, no control characters or half surrogate pairs, at most ``length``."""
+    text = " ".join("".join(c if c.isprintable() or c.isspace() else "\ufffd" for c in text).split())
+    return text if len(text) <= length else text[: length - 1] + "…"

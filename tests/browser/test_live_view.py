@@ -1,0 +1,124 @@
+"""The dashboard in a real JupyterLab: lanes that change while the kernel is busy, and buttons that answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+CELLS = [
+    "steps = 4000\nname = 'browser'",
+    "from fake_trainer import FakeTrainer\nfrom dflash_lib import Dashboard, RunConfig\n"
+    "trainer = FakeTrainer(RunConfig(steps=steps, name=name, runs_dir='runs'), threads=2, compile_seconds=3)",
+    "display(Dashboard(trainer))\nrun = trainer.start()\nawait run.wait()\nprint('the run has ended')",
+]
+ACKNOWLEDGED = 2.0  # seconds from a press to its words in every lane
+
+
+def write_notebook(path: Path, cells: list[str]) -> None:
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    nbformat.write(book, path)
+
+
+class View:
+    """What a person sees of the dashboard on a page."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+
+    def lanes(self) -> dict[str, str]:
+        """Lane -> its row's words for the state, and what was asked for, as shown."""
+        return self.page.evaluate(
+            """() => Object.fromEntries([...document.querySelectorAll('.dflash-dashboard tr[data-lane]')].map(
+                row => [row.dataset.lane, row.children[1].innerText]))"""
+        )
+
+    def steps(self) -> dict[str, int]:
+        return self.page.evaluate(
+            """() => Object.fromEntries([...document.querySelectorAll('.dflash-dashboard tr[data-lane]')].map(
+                row => [row.dataset.lane, Number(row.children[2].innerText)]))"""
+        )
+
+    def text(self) -> str:
+        return self.page.locator(".dflash-dashboard").inner_text()
+
+    def until(self, fits: Callable[[dict[str, str]], bool], seconds: float) -> float:
+        """Waits until the lanes read as they should; returns how long it took."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            lanes = self.lanes()
+            if lanes and fits(lanes):
+                return time.monotonic() - begun
+            time.sleep(0.03)
+        pytest.fail(f"not within {seconds} s; the lanes read {self.lanes()}")
+
+    def press(self, button: str) -> None:
+        """Presses a button as a person does, and sees that every lane says so in time."""
+        self.page.locator(f".dflash-dashboard .df-{button}:enabled").click()
+
+    def acknowledged(self, words: str, effect: str | None = None) -> float:
+        return self.until(
+            lambda lanes: all(words in said or (effect and effect in said) for said in lanes.values()), ACKNOWLEDGED
+        )
+
+    def errors(self) -> list[str]:
+        kinds = "application/vnd.jupyter.error", "application/vnd.jupyter.stderr"
+        found = [self.page.locator(f".jp-OutputArea-output [data-mime-type='{kind}']") for kind in kinds]
+        return [text for locator in found for text in locator.all_inner_texts()]
+
+
+def test_lanes_change_and_buttons_answer(lab: Any, page: Any, picture: Callable[[Any, str], Path]) -> None:
+    write_notebook(lab.notebooks / "live.ipynb", CELLS)
+    lab.open(page, "live.ipynb")
+    lab.run_all(page)
+    view = View(page)
+
+    # while the kernel is busy, each lane goes through compiling and waiting to running
+    view.until(lambda lanes: "compiling: attention" in lanes.get("drafter-0", ""), 60)
+    assert lab.cell_is_running(page)
+    view.until(lambda lanes: "waiting for a compile" in lanes.get("drafter-1", ""), 10)
+    view.until(lambda lanes: "compiling" in lanes.get("drafter-1", ""), 10)
+    view.until(lambda lanes: all("running" in said for said in lanes.values()), 20)
+    first = view.steps()
+    view.until(lambda _: all(view.steps()[lane] > step for lane, step in first.items()), 10)
+    assert lab.cell_is_running(page)
+
+    # a press during a compile names what is waited for (the second compile is that of step 60)
+    view.until(lambda lanes: "compiling" in lanes["drafter-0"], 20)
+    view.press("checkpoint")
+    view.acknowledged("checkpoint asked for")
+    assert "waits for the compile of attention" in view.lanes()["drafter-0"]
+    view.until(lambda lanes: not any("asked for" in said for said in lanes.values()), 10)
+    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('1 checkpoint,')")
+
+    view.press("pause")
+    view.acknowledged("pause asked for", "paused")
+    view.until(lambda lanes: all("paused" in said for said in lanes.values()), 5)
+    still = view.steps()
+    time.sleep(1.2)
+    assert view.steps() == still, "a paused run takes no steps"
+    picture(page, "live-paused")
+
+    view.press("resume")
+    view.acknowledged("resume asked for", "running")
+    view.until(lambda _: all(view.steps()[lane] > step for lane, step in still.items()), 10)
+
+    view.press("evaluate")
+    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('acceptance length')")
+
+    view.press("stop")
+    view.acknowledged("stop asked for", "stopped")
+    view.until(lambda lanes: all("stopped" in said for said in lanes.values()), 10)
+    page.locator(".jp-OutputArea-output", has_text="the run has ended").wait_for()
+    image = page.locator(".jp-OutputArea-output img[src^='data:image/png']")
+    image.wait_for()
+    assert image.evaluate("image => image.naturalWidth") > 600
+    assert page.locator(".jp-OutputArea-output details", has_text="The dashboard as it ended").count() == 1
+    assert view.errors() == []
+    assert page.locator(".dflash-dashboard button:enabled").count() == 0
+    picture(page, "live-ended")
