@@ -373,7 +373,7 @@ def main() -> int:
     for part in options.parts:
         left = end - time.monotonic()
         results["parts"][part] = (
-            _run_part(options, part, min(SECONDS[part] + 15, left)) if left > 20 else {"error": "no time left"}
+            run_part(__file__, options, part, min(SECONDS[part] + 15, left)) if left > 20 else {"error": "no time left"}
         )
         options.out.write_text(json.dumps(results, indent=1))
     for part, result in results["parts"].items():
@@ -382,11 +382,13 @@ def main() -> int:
     return 0 if all(result.get("ok") for result in results["parts"].values()) else 1
 
 
-def _run_part(options: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
+def run_part(script: str, options: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
+    """One part of a script, in a process of its own that is ended after ``seconds``; its result, or what went wrong."""
     out = Path(tempfile.mkdtemp(prefix="part-")) / "result.json"
-    command = [sys.executable, "-u", __file__, "--part", part, "--device", options.device, "--out", str(out)]
-    command += ["--steps", str(options.steps)] + (["--tiny"] if options.tiny else [])
-    command += ["--keep", options.keep] if options.keep else []
+    command = [sys.executable, "-u", script, "--part", part, "--device", options.device, "--out", str(out)]
+    command += ["--tiny"] if options.tiny else []
+    for name in ("steps", "keep"):
+        command += [f"--{name}", str(getattr(options, name))] if getattr(options, name, None) else []
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True) as process:
         try:

@@ -110,5 +110,5 @@ def rows(name: str, count: int, *, shortest: int | None = None, multiple: int = 
         length = int(generator.integers(low // multiple, sizes.length // multiple + 1)) * multiple
         ids = generator.integers(2, sizes.vocabulary - 1, length, dtype=np.int32)
         mask = np.arange(length) >= min(16, length // 4)
-        found.append(Row(id=index, ids=ids, mask=mask, source=f"synthetic:{index + 1}"))
+        found.append(Row(index, ids, mask, f"synthetic:{index + 1}"))
     return Dataset(rows=found, left_out=[])

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from . import fx_patch, prepare, runs, summary, timeline
+from . import checkpoint, evaluate, fx_patch, prepare, runs, summary, timeline
 from .launch import _progress as progress_bar
 
 if TYPE_CHECKING:
@@ -124,6 +124,29 @@ class Run:
             raise self.error
         if self._terminated:
             raise SystemExit(128 + signal.SIGTERM)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Acceptance length and speed-up of the last checkpoint on held-out prompts, once the run has ended.
+
+        Real speculative decoding against plain decoding of the same prompts in this process; writes
+        ``acceptance.json`` and ``acceptance.png``, and returns what the former holds.
+
+        Raises:
+            CheckpointError: the run has left no checkpoint. EvaluationError: there is no held-out prompt.
+        """
+        config, ready = self.trainer.config, self.trainer.ready
+        device, target = next(iter(ready.on_device.items()))
+        return evaluate.evaluate(
+            target,
+            checkpoint.load(self.dir, device=device, target=target),
+            {"heldout": ready.prompts},
+            out=self.dir,
+            temperature=config.temperature,
+            max_new_tokens=config.evaluate_tokens,
+            seed=config.seed,
+            checkpoint=str(checkpoint.latest(self.dir)),
+            step=checkpoint.describe(self.dir)["step"],
+        )
 
     # --- while it runs --------------------------------------------------------------------------------------------
     def stop_by(self, moment: float) -> None:
