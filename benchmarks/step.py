@@ -34,7 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dflash_lib import blocks, drafter, layer, loss
+from dflash_lib.config import RunConfig
 from dflash_lib.head import Head
+from dflash_lib.replica import Replica
 
 WARM_UP, TIMED = 10, 20
 
@@ -70,11 +72,13 @@ class Variant:
 
     compile: str = "layer"  # "layer": a whole layer and the loss; "attention": attention and the loss; "none"
     chunk_blocks: int | None = None
+    trainer: bool = False  # through replica.Replica: one flat buffer, clipping, figures, as the trainer does it
     recompute: bool = True  # False: keep what layer.recomputed would make again in the backward pass
 
 
 VARIANTS = {
     "default": Variant(),
+    "trainer": Variant(trainer=True),
     "keep": Variant(recompute=False),
     "attention": Variant(compile="attention"),
     "eager": Variant(compile="none"),
@@ -101,7 +105,6 @@ class Step:
         self.response = torch.ones_like(self.ids, dtype=torch.bool)
         self.ids_there, self.response_there = self.ids.to(device), self.response.to(device)
         self.positions = blocks.context_positions(None, shape.length, shape.rows, device)
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=6e-4, fused=True)
         self.chunk_blocks = variant.chunk_blocks
         self.count = 0
         self.host: dict[str, float] = {}  # seconds spent launching, by part
@@ -110,6 +113,13 @@ class Step:
         self.attention: layer.Attention = compiled(attention) if variant.compile == "attention" else attention
         self.layer: Callable[..., Tensor] | None = compiled(layer.layer_forward) if variant.compile == "layer" else None
         self.chunk: Callable[..., Any] | None = None if variant.compile == "none" else compiled(loss.loss_chunk)
+        if variant.trainer:
+            self.replica = Replica(
+                self.drafter, RunConfig(block_size=shape.block_size), torch.device(device), self.layer, self.chunk
+            )
+        else:
+            self.replica = None
+            self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=6e-4, fused=True)
 
     def __call__(self) -> Tensor:
         shape = self.shape
@@ -129,10 +139,17 @@ class Step:
         )
         make_mask = blocks.block_mask if self.on_gpu else blocks.visible_dense
         mask = make_mask(batch.anchors, batch.keep, shape.length, shape.block_size)
+        embeddings = torch.nn.functional.embedding(batch.inputs, self.head.weight)
         self._launched("blocks")
+        if self.replica is not None:
+            result = self.replica.accumulate(self.features, embeddings, self.positions, batch, mask, self.head)
+            self._launched("forward, loss, backward")
+            self.replica.update()
+            self._launched("optimizer")
+            return result.mean().detach()
         hidden = self.drafter(
             self.features,
-            torch.nn.functional.embedding(batch.inputs, self.head.weight),
+            embeddings,
             self.positions,
             batch.positions,
             mask,

@@ -14,7 +14,7 @@ import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -94,14 +94,86 @@ OptionalText = Annotated[str | None, _optional(lambda value: str(value) if isins
 Texts = Annotated[list[str] | str, BeforeValidator(_list_or_comma_text)]
 
 
-class RunConfig(BaseModel):
+class Parameters(BaseModel):
+    """Named values from a notebook, a shell or a file: typed, with nothing unknown among them. Frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any) -> Self:
+        """Takes every name of a notebook that was not there before its parameters cell.
+
+        Args:
+            namespace: the notebook's ``globals()``.
+            before: ``set(globals())``, taken in a cell before the parameters cell.
+            overrides: values that win over the namespace's.
+
+        Modules and names with a leading underscore are passed over, and so are ``before`` itself and the names
+        IPython makes. Everything else must be a field.
+
+        Raises:
+            ConfigError: one line for each unknown name and each wrong value.
+        """
+        known_before = set(before or ()) | {"before", "In", "Out", "exit", "quit", "get_ipython", "open"}
+        values = {
+            name: value
+            for name, value in namespace.items()
+            if name not in known_before and not name.startswith("_") and not isinstance(value, types.ModuleType)
+        }
+        return cls.from_dict({**values, **overrides})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Builds it from plain values.
+
+        Raises:
+            ConfigError: one line for each unknown name and each wrong value.
+        """
+        lines = [_unknown(name, cls.model_fields) for name in values if name not in cls.model_fields]
+        try:
+            config = cls.model_validate({k: v for k, v in values.items() if k in cls.model_fields})
+        except ValidationError as error:
+            raise ConfigError("\n".join(lines + _lines(error))) from None
+        if lines:
+            raise ConfigError("\n".join(lines))
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Reads a JSON or YAML file (a run's ``config.json`` among them); ``overrides`` win over it.
+
+        Raises:
+            ConfigError: the file is missing, is not an object, or holds something :meth:`from_dict` refuses.
+        """
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        try:
+            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError) as error:
+            where = getattr(error, "problem_mark", None)
+            line = where.line + 1 if where else getattr(error, "lineno", "?")
+            raise ConfigError(f"{file}: line {line} is not valid {file.suffix.lstrip('.') or 'YAML'}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: holds no names and values (found {type(values).__name__})")
+        try:
+            return cls.from_dict({**values, **overrides})
+        except ConfigError as error:
+            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
+
+    def to_json(self) -> str:
+        """All of them as JSON; of a run, the text of its ``config.json``."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+
+class RunConfig(Parameters):
     """Every choice of a run. Lengths are in tokens, times in seconds, probabilities between 0 and 1.
 
     A notebook builds it with :meth:`from_namespace`, a shell with :meth:`from_file`. Frozen: a run's
     ``config.json`` is this object and nothing else.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     # --- the run ------------------------------------------------------------------------------------------------
     name: str = Field("drafter", pattern=r"^[A-Za-z0-9._-]+$", description="first part of the run folder's name")
@@ -229,77 +301,6 @@ class RunConfig(BaseModel):
         if self.packing and not self.bucket_lengths:
             raise ValueError("packing: needs bucket_lengths (rows are packed into the largest bucket)")
         return self
-
-    # --- from and to the outside --------------------------------------------------------------------------------
-    @classmethod
-    def from_namespace(
-        cls, namespace: Mapping[str, Any], before: set[str] | None = None, **overrides: Any
-    ) -> RunConfig:
-        """Takes every name of a notebook that was not there before its parameters cell.
-
-        Args:
-            namespace: the notebook's ``globals()``.
-            before: ``set(globals())``, taken in a cell before the parameters cell.
-            overrides: values that win over the namespace's.
-
-        Modules and names with a leading underscore are passed over, and so are ``before`` itself and the names
-        IPython makes. Everything else must be a field.
-
-        Raises:
-            ConfigError: one line for each unknown name and each wrong value.
-        """
-        known_before = set(before or ()) | {"before", "In", "Out", "exit", "quit", "get_ipython", "open"}
-        values = {
-            name: value
-            for name, value in namespace.items()
-            if name not in known_before and not name.startswith("_") and not isinstance(value, types.ModuleType)
-        }
-        return cls.from_dict({**values, **overrides})
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Builds it from plain values.
-
-        Raises:
-            ConfigError: one line for each unknown name and each wrong value.
-        """
-        lines = [_unknown(name, cls.model_fields) for name in values if name not in cls.model_fields]
-        try:
-            config = cls.model_validate({k: v for k, v in values.items() if k in cls.model_fields})
-        except ValidationError as error:
-            raise ConfigError("\n".join(lines + _lines(error))) from None
-        if lines:
-            raise ConfigError("\n".join(lines))
-        return config
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **overrides: Any) -> RunConfig:
-        """Reads a JSON or YAML file (a run's ``config.json`` among them); ``overrides`` win over it.
-
-        Raises:
-            ConfigError: the file is missing, is not an object, or holds something :meth:`from_dict` refuses.
-        """
-        file = Path(path)
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-        try:
-            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        except (json.JSONDecodeError, yaml.YAMLError) as error:
-            where = getattr(error, "problem_mark", None)
-            line = where.line + 1 if where else getattr(error, "lineno", "?")
-            raise ConfigError(f"{file}: line {line} is not valid {file.suffix.lstrip('.') or 'YAML'}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{file}: holds no names and values (found {type(values).__name__})")
-        try:
-            return cls.from_dict({**values, **overrides})
-        except ConfigError as error:
-            raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
-
-    def to_json(self) -> str:
-        """The text of ``config.json``."""
-        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @property
     def decay(self) -> float:

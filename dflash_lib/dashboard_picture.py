@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .dashboard_state import Board
-from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page
+from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural
 from .run_folder import write_text
 from .timeline_style import look
 
@@ -77,7 +77,7 @@ def _draw_compiles(axes: Any, board: Board) -> None:
     every = max(1, len(names) // 16)
     axes.set_yticks(range(0, len(names), every), [_plain(name) for name in names[::every]], fontsize=8)
     axes.set_xlabel("seconds since the run started")
-    axes.set_title(f"{len(board.compiles)} compiles", fontsize=9, loc="left")
+    axes.set_title(plural(len(board.compiles), "compile"), fontsize=9, loc="left")
     if bars:
         axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
 
@@ -91,7 +91,8 @@ def _draw_numbers(axes: Any, board: Board, left_out: int) -> None:
         began = f" (from {first[0][1]:.3f})" if first else ""
         lines.append(
             f"{lane.name:<11.11} {lane.device or '':<7.7} {lane.words:<24.24} step {lane.step:<6} loss {loss}{began}  "
-            f"{amount(lane.tokens_per_second)} tokens/s  {lane.compiles} compiles, {duration(lane.compile_seconds)}"
+            f"{amount(lane.tokens_per_second)} tokens/s  {plural(lane.compiles, 'compile')}, "
+            f"{duration(lane.compile_seconds)}"
         )
     if left_out:
         lines.append(f"... and {left_out} more lanes")
@@ -99,7 +100,7 @@ def _draw_numbers(axes: Any, board: Board, left_out: int) -> None:
         _, name, tau = board.evaluations[-1]
         lines.append(f"acceptance length {tau:.2f} ({name})")
     if board.alarm_count:
-        lines.append(f"{board.alarm_count} alarms, the last: {board.alarms[-1][2][:100]}")
+        lines.append(f"{plural(board.alarm_count, 'alarm')}, the last: {board.alarms[-1][2][:100]}")
     axes.text(0, 1, _plain("\n".join(lines)), va="top", family="monospace", fontsize=8, transform=axes.transAxes)
 
 

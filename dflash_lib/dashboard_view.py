@@ -70,6 +70,11 @@ def amount(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def plural(number: int, noun: str) -> str:
+    """``1 alarm``, ``2 alarms``."""
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
 # --- pieces ---------------------------------------------------------------------------------------------------------
 def header(board: Board, title: str) -> str:
     """The run in one line: what it is, what it is doing, since when."""
@@ -139,14 +144,15 @@ def _spark(lane: Lane, colour: str, width: int = 90, height: int = 20) -> str:
     )
 
 
-def losses(board: Board, width: int = 520, height: int = 190) -> str:
+def losses(board: Board, width: int = 440, height: int = 190) -> str:
     """Every lane's loss against the optimizer step, in one plot."""
     curves = [(i, lane, lane.losses.points()) for i, lane in enumerate(board.lanes.values())]
     fewer = len(curves) // 8 + 1
     curves = [(i, lane, points[::fewer]) for i, lane, points in curves if points]
-    left, right, top, bottom = 44, width - 8, 18, height - 30
+    left, right, top, bottom = 44, width - 18, 18, height - 30
     last = max([x for *_, points in curves for x, _ in points[-1:]], default=1.0)
-    x_range = (min([p[0][0] for *_, p in curves], default=0.0), max(last, board.steps or 1))
+    ahead = min(board.steps or last, max(10.0, last * 1.25))  # room for the steps that come next
+    x_range = (min([p[0][0] for *_, p in curves], default=0.0), max(last, ahead))
     values = [y for *_, points in curves for _, y in points]
     y_range = (min(values, default=0.0), max(values, default=1.0))
     frame = _axes(x_range, y_range, (left, right), (bottom, top), "optimizer step", "loss")
@@ -159,11 +165,11 @@ def losses(board: Board, width: int = 520, height: int = 190) -> str:
     return _plot(width, height, frame + lines)
 
 
-def compiles(board: Board, width: int = 520) -> str:
+def compiles(board: Board, width: int = 440) -> str:
     """The compile timeline so far: a lane a thread, every compile where and as long as it happened."""
     names = [*board.lanes, *sorted({c.thread for c in board.compiles} - set(board.lanes))]
     step = 18 if len(names) <= 16 else max(3, 288 // len(names))
-    left, right, top = 92, width - 8, 18
+    left, right, top = 92, width - 18, 18
     bottom = top + step * max(1, len(names))
     height = bottom + 46
     now = max(board.now, 1e-3)
@@ -188,12 +194,12 @@ def compiles(board: Board, width: int = 520) -> str:
     classes = {c.cls for c in board.compiles}
     seen = [cls for cls in CLASS_LOOKS if cls in classes]
     legend = "".join(
-        f'<rect x="{left + 108 * (i % 4)}" y="{height - 14 + 0 * i}" width="9" height="9" fill="{look(cls).colour}"/>'
-        f'<text x="{left + 13 + 108 * (i % 4)}" y="{height - 5}">{look(cls).label}</text>'
+        f'<rect x="{left + 84 * i}" y="{height - 14}" width="9" height="9" fill="{look(cls).colour}"/>'
+        f'<text x="{left + 13 + 84 * i}" y="{height - 5}">{look(cls).label}</text>'
         for i, cls in enumerate(seen[:4])
     )
     total = sum(lane.compile_seconds for lane in board.lanes.values())
-    caption = f'<text x="{left}" y="11">compiles: {len(board.compiles)}, {duration(total)} in all</text>'
+    caption = f'<text x="{left}" y="11">{plural(len(board.compiles), "compile")}, {duration(total)} in all</text>'
     return _plot(width, height, caption + axis + labels + bars + legend)
 
 
@@ -246,14 +252,15 @@ def findings(board: Board, most: int = 6) -> str:
     if board.checkpoints:
         step, path = board.checkpoints[-1]
         parts.append(
-            f'<div class="small">{len(board.checkpoints)} checkpoints, the last at step {text(step)} {text(path)}</div>'
+            f'<div class="small">{plural(len(board.checkpoints), "checkpoint")}, the last at step {text(step)}: '
+            f"{text(path)}</div>"
         )
     if board.alarm_count:
         items = "".join(
             f"<li>{text(thread)}, {duration(t)}: {text(message[:300])}</li>"
             for t, thread, message in list(board.alarms)[-most:][::-1]
         )
-        parts.append(f'<div class="bad"><b>{board.alarm_count} alarms</b><ul>{items}</ul></div>')
+        parts.append(f'<div class="bad"><b>{plural(board.alarm_count, "alarm")}</b><ul>{items}</ul></div>')
     return f'<div class="df" role="status">{"".join(parts)}</div>'
 
 

@@ -107,7 +107,7 @@ class DrafterConfig:
             target_hidden_size=target.hidden_size,
             mask_token_id=target.mask_token_id,
             block_size=config.block_size,
-            rms_norm_eps=float(getattr(model, "rms_norm_eps", None) or getattr(model, "layer_norm_eps", 1e-6)),
+            rms_norm_eps=float(getattr(model, "rms_norm_eps", getattr(model, "layer_norm_eps", 1e-6))),
             rope=settings_of(model),
             max_position_embeddings=model.max_position_embeddings,
             sliding_window=config.sliding_window,

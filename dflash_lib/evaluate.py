@@ -13,15 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash_lib import checkpoint as checkpoints
 from dflash_lib import decode
-from dflash_lib import prompts as prompt_sets
 from dflash_lib.decode import Decoded, Lossless
 from dflash_lib.drafter import Drafter
 from dflash_lib.errors import UserError
+from dflash_lib.simulate import Simulated, simulated
 from dflash_lib.storage import write_json
+
+__all__ = [
+    "EvaluationError",
+    "Simulated",
+    "bootstrap",
+    "draw",
+    "evaluate",
+    "evaluate_checkpoint",
+    "say",
+    "simulated",
+    "speed",
+    "summary",
+    "table",
+]
 
 RESAMPLES = 2000
 
@@ -115,57 +127,27 @@ def evaluate_checkpoint(
     prompts: Sequence[str | Path] | None = None,
     target: Any = None,
     out: str | Path | None = None,
-    count: int = 24,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    thinking: bool | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Loads target and checkpoint and calls :func:`evaluate`.
+    """Loads target and checkpoint and calls :func:`evaluate`; what the shell's ``evaluate`` does.
 
     Args:
-        checkpoint: a checkpoint folder, an export, or a run folder (its newest checkpoint).
+        checkpoint: a checkpoint folder, an export, a run folder (its newest checkpoint), or a folder of runs.
         prompts: files of JSON lines, ``"heldout"``, ``"humaneval"``; None is ``["heldout"]``.
         target: a name for :func:`dflash_lib.target.load`, a loaded target, or None for the one the checkpoint names.
-        out: None writes beside the run's other files when the checkpoint lies in a run folder, else nothing.
-        count: most prompts of each set.
+        out: None: the checkpoint's run folder, or one under ``runs/`` when it lies in none.
+        settings: the other fields of :class:`dflash_lib.acceptance.Settings`.
 
     Raises:
-        CheckpointError, TargetError, DataError, EvaluationError: one line that says what to do.
+        UserError: one line that says what to do (of the checkpoint, the target, the data or a setting).
     """
-    from dflash_lib import target as targets
+    from dflash_lib.acceptance import Settings, prepare
 
-    folder = checkpoints.resolve(checkpoint)
-    facts = checkpoints.describe(folder)
-    name = target if target is not None else facts["target"]
-    if name is None:
-        raise EvaluationError(f"{folder}: does not say which target it was trained for; name it with target=")
-    drafter = checkpoints.load(folder, device=device)
-    if isinstance(name, str):
-        loaded = targets.load(name, target_layers=drafter.config.target_layer_ids).to(device)
-    else:
-        loaded = name
-    checkpoints.check_fits(drafter, loaded, folder)
-    sets = {}
-    for source in prompts or [prompt_sets.HELDOUT]:
-        one = prompt_sets.load(source, loaded, count=count, thinking=thinking)
-        sets[one.name] = one.prompts
-    if out is None and folder.parent.name == "checkpoints":
-        out = folder.parent.parent
-    return evaluate(
-        loaded,
-        drafter,
-        sets,
-        out=out,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        checkpoint=str(folder),
-        step=facts["step"],
-        progress=progress,
-    )
+    name = target if isinstance(target, str) else None
+    given = {"checkpoint": checkpoint, "prompts": [str(p) for p in prompts or ["heldout"]], "target": name, "out": out}
+    prepared = prepare(Settings.from_dict({**given, **settings}), None if isinstance(target, str) else target)
+    return prepared.evaluate(progress)
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
@@ -252,6 +234,12 @@ def table(acceptance: Mapping[str, Any]) -> str:
         f"temperature {acceptance['temperature']:g}"
     )
     return "\n".join([title, *lines])
+
+
+def say(what: str, done: int, of: int) -> None:
+    """A progress line when a set is done one way; for a notebook or a terminal."""
+    if done == of:
+        print(f"{what}: {of} prompts", flush=True)
 
 
 def draw(acceptance: Mapping[str, Any], path: str | Path) -> Path:

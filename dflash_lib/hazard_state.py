@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import random
 import sys
 import threading
@@ -38,7 +39,7 @@ class _ToMethods(ast.NodeTransformer):
 
     def __call__(self, definition: ast.FunctionDef, constant: Constant) -> None:
         self.constant = constant
-        self.visit(inner_function(definition, "_fn"))
+        self.visit(definition)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -54,7 +55,10 @@ class Generators(Hazard):
         "a compile rewinds the process's random generators (CPU, CUDA default, Python's random) to where they were "
         "when it began: numbers that other threads drew meanwhile are drawn again"
     )
-    where = "torch._dynamo.convert_frame.preserve_global_state, random.setstate in the frame evaluator"
+    where = (
+        "torch._dynamo.convert_frame.preserve_global_state, torch._dynamo.utils.preserve_rng_state, random.setstate in "
+        "the frame evaluator"
+    )
     _METHODS: ClassVar = {
         "torch.random.set_rng_state": "cpu",
         "torch.cuda.set_rng_state": "cuda",
@@ -65,13 +69,20 @@ class Generators(Hazard):
         self._python: _PythonGenerator | None = None
 
     def present(self) -> bool:
+        from torch._dynamo import utils
+
+        if not hasattr(utils, "preserve_rng_state"):
+            raise UnknownInternals("torch._dynamo.utils.preserve_rng_state")
         return bool(_preserve_global_state())
 
     def isolate(self) -> None:
         """With other threads alive, generators go on from where they are; a lone thread has torch's behaviour."""
+        from torch._dynamo import utils
+
         function = _preserve_global_state()
         by_evaluator = "setstate" not in names_in(torchs_own(function))
         rewrite(self, function, _ToMethods(self._METHODS), _Generators(), makes_functions=True)
+        rewrite(self, inspect.unwrap(utils.preserve_rng_state), _ToMethods(self._METHODS), _Generators())
         if by_evaluator:
             # From 2.12 on the frame evaluator does it, through the module's attributes.
             self._python = _PythonGenerator()

@@ -89,8 +89,8 @@ class TraceContext(PerThreadHazard):
 class SkippedGraphModules(PerThreadHazard):
     name = "skipped-graph-modules"
     description = (
-        "while one thread compiles, every GraphModule that another thread builds is marked as never to be compiled, "
-        "so compiling it later silently leaves it eager"
+        "while one thread compiles, the GraphModules that other threads build go through Dynamo's own function, which "
+        "marks their code as generated and to be skipped"
     )
     where = "torch.fx.graph_module._forward_from_src"
 

@@ -28,6 +28,7 @@ from dflash_lib.race_workloads import Context, Workload
 _KINDS = {
     "using FX to symbolically trace": "RuntimeError: FX tracing flag",
     "is not installed as a submodule": "NameError: entered a tracer",
+    "CURRENT_PATCHER": "AssertionError: another trace's patches",
     "gave another result": "wrong result",
     "the traced graph has": "wrong graph",
 }

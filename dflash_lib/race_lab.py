@@ -1,6 +1,6 @@
 """The race's laboratory: every strategy under every workload, each in a watched process whose death is a result.
 
-``run("none", "compile_storm")`` measures one cell, ``run_all()`` the grid; ``table``, ``explain`` and ``draw`` show it.
+``run("none", "compile_storm")`` measures one cell, ``Race().run()`` a grid; ``table``, ``explain``, ``draw`` show it.
 This module loads no torch: what compiles, hangs or crashes is always another process (:mod:`dflash_lib.race_cell`).
 """
 
@@ -13,28 +13,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from dflash_lib.config import Float, Int, Parameters
 
 if TYPE_CHECKING:
-    from dflash_lib.race_report import draw, explain, table
+    from dflash_lib.race_report import about_torch, draw, explain, table
 else:
+    _REPORTS = ("about_torch", "draw", "explain", "table")
 
     def __getattr__(name: str) -> Any:
-        """``table``, ``explain`` and ``draw`` are :mod:`dflash_lib.race_report`'s: matplotlib loads when asked for."""
-        if name in ("table", "explain", "draw"):
+        """What shows results is in :mod:`dflash_lib.race_report`, and loads when asked for."""
+        if name in _REPORTS:
             from dflash_lib import race_report
 
             return getattr(race_report, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Result", "draw", "explain", "run", "run_all", "table"]
+__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Race", "Result", "about_torch", "draw", "explain", "run", "table"]
 
-STRATEGIES = ("none", "exec_lock", "warmup_lock", "main_thread_warmup", "module_wrapper", "thread_local")
-WORKLOADS = ("compile_storm", "make_fx", "symbolic_trace", "unpickle_graph_module", "shared_gpu_backward")
+__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Race", "Result", "about_torch", "draw", "explain", "run", "table"]
+
+_Strategy = Literal["none", "exec_lock", "warmup_lock", "main_thread_warmup", "module_wrapper", "thread_local"]
+_Workload = Literal["compile_storm", "make_fx", "symbolic_trace", "unpickle_graph_module", "shared_gpu_backward"]
+STRATEGIES: tuple[_Strategy, ...] = get_args(_Strategy)
+WORKLOADS: tuple[_Workload, ...] = get_args(_Workload)
 OUTCOMES = ("ok", "leaks", "errors", "hang", "crash")
 
 
@@ -149,21 +158,31 @@ def run(
     return replace(result, outcome=_outcome(result, finished, timed_out="Timeout (" in dump))
 
 
-def run_all(
-    strategies: Iterable[str] = STRATEGIES,
-    workloads: Iterable[str] = WORKLOADS,
-    *,
-    on_result: Callable[[Result], None] | None = None,
-    **options: Any,
-) -> list[Result]:
-    """Measures a grid, one cell after the other; ``options`` go to :func:`run`, ``on_result`` sees each as it comes."""
-    results = []
-    for workload in workloads:
-        for strategy in strategies:
-            results.append(run(strategy, workload, **options))
-            if on_result:
-                on_result(results[-1])
-    return results
+_list = BeforeValidator(lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+
+
+class Race(Parameters):
+    """The choices of notebook 02: which cells run, and how large each is."""
+
+    strategies: Annotated[tuple[_Strategy, ...], _list] = STRATEGIES
+    workloads: Annotated[tuple[_Workload, ...], _list] = WORKLOADS
+    threads: Int = Field(3, ge=2, le=64, description="lanes; workloads that trace have two tracer threads more")
+    steps: Int = Field(16, ge=1, description="training steps of a lane (other workloads' steps are shorter: 20 times)")
+    seconds: Float = Field(30.0, gt=0, description="when a cell stops earlier")
+    stall: Float = Field(10.0, gt=0, description="seconds without any progress that count as a hang")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="the one device that all lanes share")
+    out: str = Field("runs/thread-race", description="folder for results and picture")
+
+    def run(self, on_result: Callable[[Result], None] | None = None) -> list[Result]:
+        """Measures the cells, one after the other, workload by workload; ``on_result`` sees each as it comes."""
+        results = []
+        size = {"threads": self.threads, "steps": self.steps, "seconds": self.seconds, "stall": self.stall}
+        for workload in self.workloads:
+            for strategy in self.strategies:
+                results.append(run(strategy, workload, device=self.device, **size))  # type: ignore[arg-type]
+                if on_result:
+                    on_result(results[-1])
+        return results
 
 
 def _outcome(result: Result, finished: bool, *, timed_out: bool) -> str:

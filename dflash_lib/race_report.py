@@ -75,6 +75,29 @@ def explain(result: Result) -> str:
     return f"{result.strategy} under {name}: " + " ".join(filter(None, [*sentences, _cost(result)]))
 
 
+def about_torch(result: Result) -> str:
+    """What decides the outcomes in the torch that ran this result: a line a feature, found by looking."""
+    features = result.features
+    lines = [
+        "tracing flag: " + ("one for the process" if features["tracing_flag_is_global"] else "one a thread (2.14 on)"),
+        "nn.Module's hooks while tracing: "
+        + ("patched for the process" if features["module_patches_are_global"] else "the tracing thread's own"),
+        "is_compiling() during a compile: "
+        + (
+            "True in every thread (2.13 on), which masks the RuntimeError and changes eager code instead"
+            if features["is_compiling_held_while_compiling"]
+            else "True only inside compiled code, so the tracing flag raises a RuntimeError elsewhere"
+        ),
+        "compile settings: "
+        + (
+            "stay in the thread that sets them (2.12 on)"
+            if features["settings_stay_in_their_thread"]
+            else "shared by all threads"
+        ),
+    ]
+    return "\n".join([f"torch {result.torch}", *(f"  {line}" for line in lines)])
+
+
 def _happened(result: Result) -> str:
     steps = f"{result.steps_done:,} of {result.steps_planned:,} steps"
     if result.outcome == "crash":
@@ -104,6 +127,12 @@ def _causes(result: Result) -> list[str]:
         found.append(
             "A trace replaces nn.Module.__call__ and __getattr__ for the whole process, so eager module calls of other "
             "threads ran into a tracer that does not know their modules."
+        )
+    traces = result.workload in ("make_fx", "symbolic_trace", "unpickle_graph_module")
+    if traces and "FX tracing flag" not in kinds and not result.features.get("tracing_flag_is_global"):
+        found.append(
+            "Compiled calls of other threads go through: this torch (2.14 on) keeps the tracing flag per thread, but "
+            "still patches nn.Module for the whole process."
         )
     if leaks.get("left_behind") and result.outcome in ("errors", "leaks"):
         found.append(
@@ -267,7 +296,7 @@ def _seen(result: Result) -> float:
 _SHORT = {
     "RuntimeError: FX tracing flag": "flag",
     "NameError: entered a tracer": "tracer",
-    "AssertionError": "assert",
+    "AssertionError: another trace's patches": "patcher",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .launch import NotebookFailed, Tail, execute
-from .report import draw, frame, history, rows, summary, table
+from .report import draw, folders, frame, history, rows, summary, table
 from .run_folder import (
     new_run_dir,
     read_json,
@@ -22,6 +22,7 @@ __all__ = [
     "Tail",
     "draw",
     "execute",
+    "folders",
     "frame",
     "history",
     "new_run_dir",

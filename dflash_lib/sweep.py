@@ -244,16 +244,16 @@ class _Sweep:
 
 
 class SweepProgress:
-    """A bar over the runs, and one for each run at work; on something that is no terminal, a line a finished run."""
+    """A bar over the runs and one for each run at work; where there is no terminal, a line for each finished run."""
 
     def __init__(self, title: str, total: int) -> None:
         from tqdm import tqdm
 
-        self.live = sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=title, unit="run", position=0, mininterval=0.2 if self.live else 30)
+        self.total, self.done = total, 0
+        self.bar = tqdm(total=total, desc=title, unit="run", position=0) if sys.stderr.isatty() else None
 
     def show(self, active: list[Planned]) -> None:
-        if not self.live:
+        if self.bar is None:
             return
         for position, run in enumerate(active, 1):
             if run.bar is None:
@@ -262,13 +262,18 @@ class SweepProgress:
         self.bar.refresh()
 
     def ended(self, run: Planned, words: str) -> None:
+        self.done += 1
+        if self.bar is None:
+            print(f"[{self.done}/{self.total}] {run.run_dir.name}: {words}", flush=True)
+            return
         if run.bar is not None:
             run.bar.close()
         self.bar.write(f"{run.run_dir.name}: {words}", file=sys.stderr)
         self.bar.update()
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 @contextlib.contextmanager

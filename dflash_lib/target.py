@@ -139,13 +139,13 @@ class Target:
         """
         device = self.device
         input_ids = input_ids.to(device)
-        mask: Any = None if attention_mask is None else attention_mask.to(device)
+        mask = None
+        if attention_mask is not None:  # padding is a document of its own: transformers' own masks may make NaN of it
+            document_ids = attention_mask.to(device).long() - 1
         if document_ids is not None:
             document_ids = document_ids.to(device)
             mask = self._document_mask(document_ids)
             positions = context_positions(document_ids, *input_ids.T.shape) if positions is None else positions
-        elif mask is not None and positions is None:
-            positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         if positions is not None:
             positions = positions.to(device)
         with self.collecting(None if last_hidden else max(self.layer_ids)) as outputs:
@@ -234,17 +234,17 @@ class Target:
         index = torch.arange(length, device=document_ids.device)
         distance = index[:, None] - index[None, :]
         allowed = (document_ids[:, :, None] == document_ids[:, None, :]) & (distance >= 0)
-        full = self._mask_form(allowed[:, None])
-        kinds = set(getattr(self.config, "layer_types", None) or ())
         window = getattr(self.config, "sliding_window", None)
-        if "sliding_attention" not in kinds or not window:
-            return full
-        return {
-            "full_attention": full,
-            "sliding_attention": self._mask_form((allowed & (distance < window))[:, None]),
-        }
+        if not window or getattr(self.config, "use_sliding_window", True) is False:
+            return self._mask_form(allowed)
+        near = self._mask_form(allowed & (distance < window))
+        if not getattr(self.config, "layer_types", None):  # Mistral: the window is every layer's
+            return near
+        return {"full_attention": self._mask_form(allowed), "sliding_attention": near}
 
     def _mask_form(self, allowed: Tensor) -> Tensor:
+        """``[R, S, S]`` of truth values -> ``[R, 1, S, S]``, added to the scores by eager attention, read by others."""
+        allowed = allowed[:, None]
         if self.config._attn_implementation != "eager":
             return allowed
         zero = torch.zeros((), dtype=self.dtype, device=allowed.device)

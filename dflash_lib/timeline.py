@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from . import events as log
 from .errors import UserError
@@ -109,7 +109,7 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
         from .timeline_picture import picture
 
         data = picture(timeline, path.suffix[1:], axis=axis)
-    return _write(path, data)
+    return write(path, data)
 
 
 def draw_all(source: Source, out: str | os.PathLike[str] | None = None, *, axis: Axis = "time") -> list[Path]:
@@ -165,7 +165,8 @@ def summary(source: Source) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, data: Any) -> Path:
+def write(path: Path, data: bytes) -> Path:
+    """Writes a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

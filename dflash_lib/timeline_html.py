@@ -118,7 +118,7 @@ def _lane(lane: Lane, first: int, loss: bool, thin: int) -> dict[str, Any]:
         "first": first,
         "count": len(lane.compiles),
         "wasted": round(lane.wasted, 3),
-        "parts": [round(value, 3) for value in lane.parts().values()],
+        "parts": [round(value, 3) for value in lane.parts.values()],
         "t": [round(t, 3) for t in lane.step_ends[::thin]],
         "n": lane.step_numbers[::thin],
         "v": [float(f"{value:.4g}") if math.isfinite(value) else None for value in values[::thin]],

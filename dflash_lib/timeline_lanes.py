@@ -13,7 +13,7 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 
 from .timeline_model import Compile, Lane, Timeline
-from .timeline_style import WAITING, clean, look, seconds
+from .timeline_style import WAITING, Look, clean, look, seconds
 
 INK, FAINT = "#222222", "#666666"
 PIXELS = 1100  # across the lanes; compiles of a class closer together than one of them are drawn as one
@@ -51,7 +51,7 @@ def draw_lanes(
     longest = sorted(timeline.compiles, key=lambda c: -(c.seconds + c.wait))[:titled]
     own = {id(c) for c in longest}
     width = span[1] - span[0]
-    boxes: Boxes = defaultdict(list)
+    groups: Boxes = defaultdict(list)
     titles: dict[str, str] = {}
     for i, lane in enumerate(lanes):
         if not lane.compiles:
@@ -64,29 +64,47 @@ def draw_lanes(
         begin = position(lane, [c.begin for c in lane.compiles])
         row = np.array([c.row for c in lane.compiles])
         waited = np.array([c.wait > 0 for c in lane.compiles]) & (start - begin > NARROWEST / 2 * width)
-        _group(boxes, "waiting", begin[waited], start[waited], row[waited], (i, lane.rows), width)
+        _group(groups, "waiting", begin[waited], start[waited], row[waited], (i, lane.rows), width)
         alone = np.array([id(c) in own for c in lane.compiles])
         classes = np.array([c.cls for c in lane.compiles])
         for cls in dict.fromkeys(classes):
             mine = (classes == cls) & ~alone
-            _group(boxes, str(cls), start[mine], end[mine], row[mine], (i, lane.rows), width)
+            _group(groups, str(cls), start[mine], end[mine], row[mine], (i, lane.rows), width)
         for j in np.flatnonzero(alone):
             gid = f"compile-{len(titles)}"
             titles[gid] = title(lane.compiles[j], lane)
             axes.add_patch(_rectangle(lane.compiles[j], start[j], end[j], (i, lane.rows), width, gid))
-    for (cls, hatched), corners in boxes.items():
+    for (cls, hatched), corners in groups.items():
         style = WAITING if cls == "waiting" else look(cls)
-        path = Path.make_compound_path_from_polys(np.concatenate(corners))
-        patch = PathPatch(
-            path,
-            facecolor=style.colour,
-            edgecolor="white" if hatched else "none",
-            linewidth=0.4 if hatched else 0.0,
-            hatch=style.hatch if hatched else None,
-            zorder=2 if cls == "waiting" else 3,
-        )
-        axes.add_artist(patch)
+        axes.add_artist(_patch(np.concatenate(corners), style, hatched, zorder=2 if cls == "waiting" else 3))
     return titles
+
+
+def boxes(
+    left: np.ndarray, right: np.ndarray, bottom: np.ndarray | float, height: float, style: Look, hatched: bool
+) -> PathPatch:
+    """Boxes of one look as one artist: thousands of them cost what a few do."""
+    return _patch(_corners(left, right, bottom, height), style, hatched, zorder=2)
+
+
+def _corners(left: np.ndarray, right: np.ndarray, bottom: np.ndarray | float, height: float) -> np.ndarray:
+    corners = np.empty((len(left), 4, 2))
+    corners[:, 0, 0] = corners[:, 3, 0] = left
+    corners[:, 1, 0] = corners[:, 2, 0] = right
+    corners[:, 0, 1] = corners[:, 1, 1] = bottom
+    corners[:, 2, 1] = corners[:, 3, 1] = bottom + height
+    return corners
+
+
+def _patch(corners: np.ndarray, style: Look, hatched: bool, zorder: int) -> PathPatch:
+    return PathPatch(
+        Path.make_compound_path_from_polys(corners),
+        facecolor=style.colour,
+        edgecolor="white" if hatched else "none",
+        linewidth=0.4 if hatched else 0.0,
+        hatch=style.hatch if hatched else None,
+        zorder=zorder,
+    )
 
 
 def _place(lane: int, row: int, rows: int) -> tuple[float, float]:
@@ -95,7 +113,7 @@ def _place(lane: int, row: int, rows: int) -> tuple[float, float]:
 
 
 def _group(
-    boxes: Boxes, cls: str, x0: np.ndarray, x1: np.ndarray, row: np.ndarray, lane: tuple[int, int], width: float
+    groups: Boxes, cls: str, x0: np.ndarray, x1: np.ndarray, row: np.ndarray, lane: tuple[int, int], width: float
 ) -> None:
     """Adds boxes of one class and lane; those less than a pixel apart become one: what the eye sees anyway."""
     for r in np.unique(row):
@@ -103,14 +121,11 @@ def _group(
         apart = np.flatnonzero(low[1:] - high[:-1] >= width / PIXELS) + 1
         low, high = low[np.r_[0, apart]], high[np.r_[apart - 1, len(high) - 1]]
         y, height = _place(lane[0], int(r), lane[1])
-        corners = np.empty((len(low), 4, 2))
-        corners[:, 0, 0] = corners[:, 3, 0] = low
-        corners[:, 1, 0] = corners[:, 2, 0] = high
-        corners[:, :2, 1], corners[:, 2:, 1] = y, y + height
+        corners = _corners(low, high, y, height)
         wide = high - low > HATCHED * width
         for hatched in (True, False):
             if (wide == hatched).any():
-                boxes[cls, hatched].append(corners[wide == hatched])
+                groups[cls, hatched].append(corners[wide == hatched])
 
 
 def _rectangle(c: Compile, x0: float, x1: float, lane: tuple[int, int], width: float, gid: str) -> Rectangle:

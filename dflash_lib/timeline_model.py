@@ -42,17 +42,13 @@ class Compile:
     limit: int | None
     step: int | None
     parts: tuple[float, float, float, float]
+    is_recompile: bool  # whether it would not have been, had everything stayed as it was at the first compile
     begin: float  # when its waiting begins: start - wait, but never before the row's previous compile has ended
     row: int = 0  # 0 unless another compile of the lane overlaps it
 
     @property
     def end(self) -> float:
         return self.start + self.seconds
-
-    @property
-    def is_recompile(self) -> bool:
-        """Whether it would not have been, had everything stayed as it was at the first compile."""
-        return self.cls not in NEEDED and (self.cls != "backward" or self.kind is not None)
 
     @property
     def wasted(self) -> float:
@@ -62,6 +58,8 @@ class Compile:
     @property
     def change(self) -> str:
         """What changed, in a few words: "x: size[1] 64 -> 96"."""
+        if self.kind == "race":
+            return "another thread compiled the same meanwhile"
         if self.expected is not None or self.actual is not None:
             shown = f"{self.guard}: " if self.guard and self.guard != self.expected else ""
             return f"{shown}{self.expected or '?'} -> {self.actual or '?'}"
@@ -84,22 +82,24 @@ class Lane:
     step_seconds: list[float] = field(default_factory=list)
     rows: int = 1  # more than 1 where compiles of the lane overlap
 
-    @property
-    def compile_seconds(self) -> float:
-        return sum(c.seconds for c in self.compiles)
+    @functools.cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, waiting last; they add up to compile_seconds + wait_seconds."""
+        table = np.array([(*c.parts, c.wait) for c in self.compiles]).reshape(-1, len(PARTS) + 1)
+        return dict(zip((*PARTS, "waiting"), table.sum(axis=0).tolist(), strict=True))
 
     @property
     def wait_seconds(self) -> float:
-        return sum(c.wait for c in self.compiles)
+        return self.parts["waiting"]
 
     @property
-    def wasted(self) -> float:
-        return sum(c.wasted for c in self.compiles)
+    def compile_seconds(self) -> float:
+        return sum(seconds for part, seconds in self.parts.items() if part != "waiting")
 
-    def parts(self) -> dict[str, float]:
-        """Seconds by part, waiting last; they add up to compile_seconds + wait_seconds."""
-        sums = {part: sum(c.parts[i] for c in self.compiles) for i, part in enumerate(PARTS)}
-        return {**sums, "waiting": self.wait_seconds}
+    @functools.cached_property
+    def wasted(self) -> float:
+        """Seconds lost to recompiles and to waiting for other threads' compiles."""
+        return self.wait_seconds + sum(c.seconds for c in self.compiles if c.is_recompile)
 
     def step_at(self, times: np.ndarray) -> np.ndarray:
         """Times -> step axis: the n-th step's end is at n, linear in between; past the last one, half a step on."""
@@ -179,6 +179,13 @@ class Timeline:
 
     def offenders(self, after_step: int | None = None) -> list[Offender]:
         """Recompiles by frame and kind of reason, the most wasteful first; ``after_step``: later ones alone."""
+        return self._all_offenders if after_step is None else self._offenders(after_step)
+
+    @functools.cached_property
+    def _all_offenders(self) -> list[Offender]:
+        return self._offenders(None)
+
+    def _offenders(self, after_step: int | None) -> list[Offender]:
         groups: dict[tuple[str, str], list[Compile]] = defaultdict(list)
         for c in self.compiles:
             if c.is_recompile and (after_step is None or (c.step or 1) > after_step):
@@ -286,7 +293,7 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
         line=_whole(event.get("line")),
         compile_id=_text(event.get("compile_id")),
         reason=reason,
-        kind=kind or (cls if cls in ("failed",) else None),
+        kind=kind or ("failed" if cls == "failed" else None),
         guard=guard,
         expected=expected,
         actual=actual,
@@ -295,6 +302,7 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
         limit=_whole(event.get("limit")),
         step=event["step"] if event["step"] is not None else _step_of(lane, start),
         parts=_split(event.get("parts"), seconds),
+        is_recompile=cls not in NEEDED and (cls != "backward" or kind is not None),
         begin=start,
     )
 

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .timeline_lanes import FAINT, INK, MOST_TITLES, Position, draw_lanes, with_titles
+from .timeline_lanes import FAINT, INK, MOST_TITLES, Position, boxes, draw_lanes, with_titles
 from .timeline_model import Lane, Offender, Timeline
 from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, clean, look, seconds, subtitle
 
@@ -189,25 +189,22 @@ def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_yticks([])
-    left = np.zeros(len(lanes))
-    split = [lane.parts() for lane in lanes]
-    longest = max([sum(parts.values()) for parts in split], default=0.0) or 1.0
-    for part, style in PART_LOOKS.items():
-        values = np.array([parts[part] for parts in split])
-        if len(lanes):
-            axes.barh(
-                range(len(lanes)), values, left=left, height=0.62, color=style.colour, hatch=style.hatch,
-                edgecolor="white", linewidth=0.4,
-            )  # fmt: skip
-            left = left + values
+    split = np.array([list(lane.parts.values()) for lane in lanes]).reshape(-1, len(PART_LOOKS))
+    ends = split.cumsum(axis=1)
+    longest = float(ends.max(initial=0.0)) or 1.0
+    for k, style in enumerate(PART_LOOKS.values()):
+        some = np.flatnonzero(split[:, k] > 0)
+        if len(some):
+            right, left = ends[some, k], ends[some, k] - split[some, k]
+            axes.add_artist(boxes(left, right, some - 0.31, 0.62, style, hatched=True))
     for i, lane in enumerate(lanes):
         if lane.wasted > 0.005 and len(lanes) <= 32:
             text = f" {seconds(lane.wasted)} wasted"
-            axes.text(left[i], i, text, va="center", size=7.5, color=INK, weight="bold")
+            axes.text(ends[i, -1], i, text, va="center", size=7.5, color=INK, weight="bold")
     axes.set_xlim(0, longest * 1.8)
     axes.tick_params(length=0, labelsize=7.5)
     axes.set_xlabel("seconds by thread", size=8.5)
-    present = [style for part, style in PART_LOOKS.items() if any(parts[part] > 0 for parts in split)]
+    present = [style for k, style in enumerate(PART_LOOKS.values()) if (split[:, k] > 0).any()]
     if present:
         handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=s.label) for s in present]
         axes.legend(

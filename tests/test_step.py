@@ -25,11 +25,11 @@ def step() -> Any:
     return module
 
 
-@pytest.mark.parametrize("variant", ["default", "attention"])
+@pytest.mark.parametrize("variant", ["default", "attention", "trainer"])
 def test_a_step_is_measured_and_learns(step: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "WARM_UP", 2)
     monkeypatch.setattr(step, "TIMED", 8)
-    backend = {"default": "aot_eager", "attention": "eager"}[variant]
+    backend = "aot_eager" if variant == "default" else "eager"
     result = json.loads(json.dumps(step.measure("tiny", variant, "cpu", profile=False, backend=backend)))
     assert {"shape", "step_ms", "peak_gib", "first_step_s", "percent_of_790"} <= set(result)
     assert result["shape"] == "tiny" and result["step_ms"] > 0 and result["first_step_s"] > 0

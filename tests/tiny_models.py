@@ -1,4 +1,4 @@
-"""Tiny random targets of several families, drafters for them, and the independent references that decoding is held to."""
+"""Tiny random targets of several families, drafters for them, and independent references for decoding."""
 
 from __future__ import annotations
 
@@ -168,5 +168,5 @@ def train(target: Target, drafter: Drafter, texts: list[list[int]], prompt: int,
         optimizer.zero_grad()
         result.backward()
         optimizer.step()
-        losses.append(float(result))
+        losses.append(float(result.detach()))
     return losses
