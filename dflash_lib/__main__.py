@@ -226,11 +226,10 @@ def hazards(as_json: JsonFlag = False) -> None:
     """The hazards of the installed torch: present, provoked unpatched, provoked patched."""
     from dflash_lib import hazards as hazard_list
 
-    rows = hazard_list.matrix(progress=not as_json)
-    print(hazard_list.text(rows))
-    _say(rows, as_json)
-    if any(row["patched"] == "fails" for row in rows):
-        raise typer.Exit(1)
+    text, code = hazard_list.main_text(as_json=as_json)
+    print(text)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
