@@ -111,7 +111,7 @@ def run(
         steps: steps per thread (20 times as many in the workloads whose steps do not train).
         seconds: when to stop earlier.
         threads: lanes; workloads that trace have two tracer threads more.
-        device: ``"cpu"`` or ``"cuda:0"``: one device, which all lanes share.
+        device: ``"cpu"`` or ``"cuda:0"``: one device, which all lanes share; ``"cuda"``: lanes spread over all GPUs.
         backend: of torch.compile; None: ``aot_eager`` on a CPU, ``inductor`` on CUDA.
         repeat: steps a lane does at one row length before it takes the next.
         same_lengths: all lanes take the same lengths; else each lane is a length ahead of the one before it.

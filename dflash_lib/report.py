@@ -111,7 +111,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def frame(runs: Runs) -> polars.DataFrame:
-    """:func:`rows` as a polars frame (``.to_pandas()`` for pandas)."""
+    """:func:`rows` as a polars frame; ``pandas.DataFrame(frame.to_dicts())`` for pandas."""
     import polars
 
     return polars.from_dicts(_aligned(rows(runs)), infer_schema_length=None)

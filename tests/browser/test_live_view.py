@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import papermill
 import pytest
+import tiny_texts
+
+ROOT = Path(__file__).parents[2]
 
 CELLS = [
     "steps = 4000\nname = 'browser'",
@@ -55,7 +60,7 @@ class View:
             if lanes and fits(lanes):
                 return time.monotonic() - begun
             time.sleep(0.03)
-        pytest.fail(f"not within {seconds} s; the lanes read {self.lanes()}")
+        pytest.fail(f"not within {seconds} s; the lanes read {self.lanes()}; errors: {self.errors()}")
 
     def press(self, button: str) -> None:
         """Presses a button as a person does, and sees that every lane says so in time."""
@@ -70,6 +75,72 @@ class View:
         kinds = "application/vnd.jupyter.error", "application/vnd.jupyter.stderr"
         found = [self.page.locator(f".jp-OutputArea-output [data-mime-type='{kind}']") for kind in kinds]
         return [text for locator in found for text in locator.all_inner_texts()]
+
+
+def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Path]) -> None:
+    """The same with the real trainer, in the notebook people open, in the dark theme."""
+    texts = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": "word " * n}]}
+        for n in range(8, 40)
+    ]
+    (lab.notebooks / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    parameters = {
+        "target": str(tiny_texts.save_folder(lab.notebooks / "tiny")),
+        "train_data": "texts.jsonl",
+        "heldout_data": "texts.jsonl",
+        "devices": ["cpu", "cpu"],
+        "steps": 100_000,
+        "bucket_lengths": False,  # a new length compiles again: the dashboard gets something to show
+        "buckets": None,
+        "block_size": 4,
+        "anchors": 4,
+        "rows": 1,
+        "drafter_layers": 1,
+        "backend": "aot_eager",
+        "evaluate_prompts": 1,
+        "evaluate_tokens": 4,
+    }
+    source = ROOT / "notebooks" / "01_train_drafter.ipynb"
+    papermill.execute_notebook(source, lab.notebooks / "01.ipynb", parameters, kernel_name="python3", prepare_only=True)
+    lab.theme("JupyterLab Dark")
+    lab.open(page, "01.ipynb")
+    lab.run_all(page)
+    view = View(page)
+    seen: set[str] = set()
+
+    def look(lanes: dict[str, str]) -> bool:
+        seen.update(said.partition(":")[0].strip() for said in lanes.values())
+        return len(lanes) == 2 and min(view.steps().values()) >= 4
+
+    view.until(look, 120)
+    assert lab.cell_is_running(page)
+    assert {"compiling", "running"} <= seen
+    assert seen & {"waiting for a compile", "waiting for the others"}
+
+    view.press("pause")
+    view.acknowledged("pause asked for", "paused")
+    view.until(lambda lanes: all("paused" in said for said in lanes.values()), 60)
+    still = view.steps()
+    assert len(set(still.values())) == 1, "averaged lanes pause at the same step"
+    time.sleep(1.2)
+    assert view.steps() == still
+    page.locator(".dflash-dashboard").scroll_into_view_if_needed()
+    picture(page, "01-paused-dark")
+    view.press("resume")
+    view.until(lambda _: all(view.steps()[lane] > step for lane, step in still.items()), 60)
+    view.press("checkpoint")
+    view.acknowledged("checkpoint asked for")
+    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('1 checkpoint,')")
+    view.press("stop")
+    view.acknowledged("stop asked for", "stopped")
+    view.until(lambda lanes: all("stopped" in said for said in lanes.values()), 60)
+
+    page.wait_for_function("![...document.querySelectorAll('.jp-InputArea-prompt')].some(p => p.innerText == '[*]:')")
+    assert view.errors() == []
+    images = page.locator(".jp-OutputArea-output img[src^='data:image/png']")
+    assert images.count() >= 2, "the dashboard as it ended, and the timeline"
+    images.last.scroll_into_view_if_needed()
+    picture(page, "01-ended-dark")
 
 
 def test_lanes_change_and_buttons_answer(lab: Any, page: Any, picture: Callable[[Any, str], Path]) -> None:
