@@ -305,6 +305,18 @@ def test_buttons_are_acknowledged_at_once_and_reach_the_trainer(make: Callable[.
     assert shown(dashboard).count(">stopped<") >= 2
 
 
+def test_a_dashboard_that_comes_late_shows_what_it_missed(make: Callable[..., FakeTrainer]) -> None:
+    trainer = make(steps=2000, seconds=0.01, compile_seconds=0.05)
+    trainer.start()
+    until(lambda: trainer.log._seq > 60)
+    dashboard = Dashboard(trainer)
+    trainer.stop()
+    trainer.join()
+    for lane in dashboard.board.lanes.values():
+        assert [x for x, _ in lane.losses.points()] == list(range(1, lane.step + 1))
+        assert lane.compiles == 1
+
+
 def test_a_refused_request_says_why(make: Callable[..., FakeTrainer]) -> None:
     trainer = make(steps=2000)
 
