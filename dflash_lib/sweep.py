@@ -18,7 +18,7 @@ from typing import Any
 from . import sweep_plan
 from .config import ConfigError
 from .launch import RunProgress
-from .run_folder import lives, read_json, read_status, run_state, runs_root, write_json, write_status
+from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_json, write_status
 from .sweep_plan import Grid
 
 
@@ -60,6 +60,9 @@ def sweep(
         source = source.parent / "notebooks" / source.name  # a notebook names its neighbours; this runs from above
     if parallel < 1 or (gpus_per_run is not None and gpus_per_run < 1):
         raise ConfigError("parallel: and gpus_per_run: are whole numbers from 1")
+    if gpus_per_run is not None and parallel * gpus_per_run > len(visible_gpus()):
+        wanted = f"{parallel} runs at once with {gpus_per_run} GPUs each"
+        raise ConfigError(f"gpus_per_run: {wanted} need more than the {len(visible_gpus())} GPUs there are")
     points = sweep_plan.points(grid, base or {})
     sweep_plan.check(source, points, base or {})
     folder = runs_root("runs") / f"{source.stem}-sweep" if out is None else Path(out).expanduser().absolute()
@@ -195,7 +198,7 @@ class _Sweep:
         share = {}
         if self.gpus_per_run is not None:
             first = slot * self.gpus_per_run
-            share["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(self.gpus_per_run))
+            share["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[first : first + self.gpus_per_run])
         if self.parallel > 1 and "OMP_NUM_THREADS" not in os.environ:
             share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self.parallel))
         return share
@@ -276,6 +279,14 @@ class SweepProgress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may hand out: what CUDA_VISIBLE_DEVICES names, else all that the driver has."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip()]
+    return [str(index) for index in range(len(gpus()))]
 
 
 @contextlib.contextmanager
