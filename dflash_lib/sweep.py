@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -107,6 +108,13 @@ class Planned:
             return "running"  # an earlier sweep's child that has not written its status yet
         return "failed" if state == "died" else state
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a checkpoint is there that is not that of the last step (from which nothing is left to train)."""
+        found = (self.run_dir / "checkpoints").glob("step-*")
+        steps = [int(folder.name.removeprefix("step-")) for folder in found if folder.name[5:].isdigit()]
+        return bool(steps) and max(steps) < (read_json(self.run_dir / "config.json") or {}).get("steps", math.inf)
+
     def record(self) -> dict[str, Any]:
         status = read_status(self.run_dir) or {}
         error = status.get("error") or {}
@@ -176,7 +184,7 @@ class _Sweep:
     def _start(self, run: Planned) -> None:
         run.run_dir.mkdir(parents=True, exist_ok=True)
         parameters = dict(run.parameters)
-        if any((run.run_dir / "checkpoints").glob("step-*")):
+        if run.can_go_on:
             parameters["resume"] = str(run.run_dir)
         environment = {**os.environ, **self._share(run.slot)}
         root = str(Path(__file__).parent.parent)

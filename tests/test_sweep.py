@@ -135,14 +135,17 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(k))
-    for name in ("fresh", "stopped"):
+    names = ("fresh", "stopped", "trained")
+    for name, step in zip(names, (None, 2, 4), strict=True):
         (tmp_path / name).mkdir()
-    (tmp_path / "stopped" / "checkpoints" / "step-000002").mkdir(parents=True)
+        runs.write_text(tmp_path / name / "config.json", RunConfig(steps=4).to_json())
+        if step is not None:
+            (tmp_path / name / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     work = _Sweep(notebook, tmp_path, [], 1, None, None, False)
-    work._start(Planned(tmp_path / "fresh", {"lr": 0.1}))
-    work._start(Planned(tmp_path / "stopped", {"lr": 0.1}))
-    plans = [json.loads((tmp_path / name / "launch.json").read_text())["parameters"] for name in ("fresh", "stopped")]
-    assert plans == [{"lr": 0.1}, {"lr": 0.1, "resume": str(tmp_path / "stopped")}]
+    for name in names:
+        work._start(Planned(tmp_path / name, {"lr": 0.1}))
+    plans = [json.loads((tmp_path / name / "launch.json").read_text())["parameters"] for name in names]
+    assert plans == [{"lr": 0.1}, {"lr": 0.1, "resume": str(tmp_path / "stopped")}, {"lr": 0.1}]
 
 
 # --- doing it -------------------------------------------------------------------------------------------------------
