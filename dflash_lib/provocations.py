@@ -38,8 +38,9 @@ def run_many(
         timeout: seconds that each program may take before its process is ended.
 
     Yields:
-        Each name with its outcome, in no fixed order. A program that kills or hangs its process gets "crashed" or "hung"; those after
-        it go on in a new process. Programs that leave torch damaged when unpatched have a process to themselves.
+        Each name with its outcome, in no fixed order. A program that kills or hangs its process gets "crashed" or
+        "hung"; those after it go on in a new process. Programs that leave torch damaged when unpatched have a process
+        to themselves.
     """
     from dflash_lib.provocation_programs import LEAVES_DAMAGE
 
