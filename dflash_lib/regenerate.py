@@ -252,8 +252,8 @@ def generate(
             input_ids=ids, attention_mask=mask[:, : width + step], position_ids=positions,
             use_cache=True, logits_to_keep=1, **{target.cache_name: cache},
         ).logits[:, -1]  # fmt: skip
-        token = _draw(logits, [draws[row] for row in rows.tolist()] if temperature > 0 else [], temperature)
-        new[rows[alive], step] = token[alive]
+        token = _draw(logits, draws, temperature)
+        new[rows, step] = torch.where(alive, token, -1)
         alive &= ~torch.isin(token, stop)
         if step % 8 == 7:  # looking costs a synchronisation with the device
             left = int(alive.sum())
@@ -263,6 +263,7 @@ def generate(
                 keep = alive.nonzero().flatten()
                 cache.batch_select_indices(keep)
                 rows, alive, token, mask, positions = rows[keep], alive[keep], token[keep], mask[keep], positions[keep]
+                draws = [draws[row] for row in keep.tolist()]
         ids, positions = token[:, None], positions[:, -1:] + 1
         mask[:, width + step] = 1
     return [_until_stop(row, set(target.stop_ids)) for row in new.tolist()]
