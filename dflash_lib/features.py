@@ -37,11 +37,10 @@ class Ends:
     @classmethod
     def of(cls, target: Target, device: torch.device) -> Ends:
         """Shares the target's tensors where they are on ``device`` already (tied ends stay one tensor)."""
-        embedding = target.embedding.weight
-        weight = embedding.to(device)
-        head = target.head
-        tied = head.weight.data_ptr() == embedding.data_ptr()
-        moved = Head(weight, head.bias, head.softcap, head.scale) if tied and head.bias is None else head.to(device)
+        embedding: Tensor = target.embedding.weight  # type: ignore[assignment]
+        weight, head = embedding.to(device), target.head
+        tied = head.weight.data_ptr() == embedding.data_ptr() and head.bias is None
+        moved = Head(weight, None, head.softcap, head.scale) if tied else head.to(device)
         return cls(weight, target._embedding_scale, moved, target.mask_token_id)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -74,7 +73,7 @@ class Fed:
     def features(self, batch: RowBatch) -> Features:
         row_ids, found, ready = self.channel.take(self.on_wait)
         if row_ids != list(batch.row_ids):
-            raise RuntimeError(f"{self.lane}: got the features of rows {row_ids}, wanted those of {list(batch.row_ids)}")
+            raise RuntimeError(f"{self.lane}: got features of rows {row_ids}, wanted those of {list(batch.row_ids)}")
         if ready is not None:
             stream = torch.cuda.current_stream(found.features.device)
             stream.wait_event(ready)
@@ -105,7 +104,8 @@ class TargetWorker(Worker):
 
     def hand_over(self, found: Features, batch: RowBatch, device: torch.device) -> tuple[list[int], Features, Any]:
         """Copies to the drafter's device on this thread's stream; the event says when the copies are there."""
-        here = Features(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in found))
+        last = None if found.last_hidden is None else found.last_hidden.to(device, non_blocking=True)
+        here = Features(found.features.to(device, non_blocking=True), last)
         ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         return list(batch.row_ids), here, ready
 

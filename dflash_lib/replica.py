@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from .blocks import Blocks
 from .config import RunConfig
-from .drafter import Drafter
+from .drafter import Drafter, layer_forward, sdpa_attention
 from .head import Head
-from .loss import LossResult, drafter_loss
+from .lanes import own_entry_point
+from .loss import LossResult, drafter_loss, loss_chunk
 
 CPU_CHUNK_LOGITS = 2**24  # 64 MiB in float32
 ALIGNMENT = 64  # elements: every parameter starts on a 128-byte border, as compiled kernels and GEMMs like it
@@ -63,7 +64,9 @@ class Pending:
             weight=own_weight,
             weight_all=weight,
             grad_norm=norm,
-            accuracy=[right / seen if seen else 0.0 for right, seen in zip(counts[:slots], counts[slots:], strict=True)],
+            accuracy=[
+                right / seen if seen else 0.0 for right, seen in zip(counts[:slots], counts[slots:], strict=True)
+            ],
         )
 
 
@@ -77,6 +80,30 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
 
 
+def entry_points(
+    config: RunConfig, device: torch.device, name: str, watch: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
+    """What one thread compiles, each with a code object and a name of its own: layer and loss, or attention alone.
+
+    On CUDA a layer is one graph with flex_attention in it. On a CPU it is scaled_dot_product_attention alone that is
+    compiled: a whole layer takes Inductor's C++ compiler five times as long and runs no faster (docs/threads.md).
+
+    Args:
+        name: of the thread, and of no other thread or run of this process: compile state is kept under it.
+        watch: of the run's CompileMonitor.
+    """
+    if not config.compile:
+        return {}
+    functions: dict[str, Callable[..., Any]] = {"layer": layer_forward, "chunk": loss_chunk}
+    if device.type == "cpu":
+        functions = {"attention": sdpa_attention}
+    dynamic = False if config.bucket_lengths else None
+    return {
+        role: watch(torch.compile(own_entry_point(function, name), backend=config.backend, dynamic=dynamic))
+        for role, function in functions.items()
+    }
+
+
 class Replica:
     """A drafter in training on one device, in one thread.
 
@@ -85,7 +112,8 @@ class Replica:
             parameters become views of this replica's flat buffer.
         config: the run's choices.
         device: where everything lives.
-        layer, chunk: this thread's own compiled forms of ``layer.layer_forward`` and ``loss.loss_chunk``; None: eager.
+        layer, chunk, attention: this thread's own compiled forms of what the drafter and the loss are given under these
+            names (see :func:`entry_points`); None: eager.
     """
 
     def __init__(
@@ -95,11 +123,12 @@ class Replica:
         device: torch.device,
         layer: Callable[..., Any] | None = None,
         chunk: Callable[..., Any] | None = None,
+        attention: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.step = 0
-        self.layer, self.chunk = layer, chunk
+        self.layer, self.chunk, self.attention = layer, chunk, attention
         self.drafter = drafter.to(device)
         self._layout = _layout(self.drafter)
         length = self._layout.length
@@ -150,7 +179,13 @@ class Replica:
         Shapes are those of :class:`~dflash_lib.drafter.Drafter` and :func:`~dflash_lib.loss.drafter_loss`.
         """
         hidden = self.drafter(
-            features, block_embeddings, context_positions, blocks.positions, mask, layer=self.layer
+            features,
+            block_embeddings,
+            context_positions,
+            blocks.positions,
+            mask,
+            layer=self.layer,
+            attention=self.attention,
         )
         result = drafter_loss(
             hidden,

@@ -29,7 +29,7 @@ class Reporter:
         """A state event, when the state is another than before."""
         if (state, detail) != (self.state, self.detail):
             self.state, self.detail = state, detail
-            fields = {"detail": detail} if detail else {}
+            fields: dict[str, Any] = {"detail": detail} if detail else {}
             self.log.emit("state", state=state, **fields)
 
     def waiting(self, missing: list[int]) -> None:

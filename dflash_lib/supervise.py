@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, evaluate, fx_patch, prepare, runs, summary, timeline
 from .launch import _progress as progress_bar
+from .run_folder import State
 
 if TYPE_CHECKING:
     from .threads import DrafterWorker, TargetWorker, Trainer
@@ -35,7 +36,7 @@ class Run:
     def __init__(self, trainer: Trainer, *, progress: bool = False) -> None:
         self.trainer, self._progress = trainer, progress
         self.dir: Path = trainer.run_dir
-        self.state: runs.State = "running"
+        self.state: State = "running"
         self.error: BaseException | None = None
         self._failed_in = "main"
         self._lock = threading.Lock()
@@ -68,17 +69,13 @@ class Run:
     def launch(self, workers: Sequence[DrafterWorker | TargetWorker], shapes: int | None) -> None:
         """Fixes torch's settings, starts the threads, each with a copy of this one's context, and looks after them."""
         trainer = self.trainer
-        self._context.run(
-            self._settings.enter_context, prepare.torch_settings(trainer.config, shapes)
-        )
+        self._context.run(self._settings.enter_context, prepare.torch_settings(trainer.config, shapes))
         self._settings.enter_context(trainer.monitor)
         if self._progress and trainer.node == 0:
             self._settings.enter_context(progress_bar(self.dir, trainer.config.name))
         self._listen_for_sigterm()
         atexit.register(self._at_exit)
-        self._threads = [
-            self._context.run(fx_patch.run_in_thread, worker.main, name=worker.lane) for worker in workers
-        ]
+        self._threads = [self._context.run(fx_patch.run_in_thread, worker.main, name=worker.lane) for worker in workers]
         threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
 
     # --- waiting --------------------------------------------------------------------------------------------------
@@ -189,7 +186,7 @@ class Run:
     def _end(self) -> None:
         """Settings back, pictures, status; then whoever waits may go on. Nothing here may keep the run from ending."""
         trainer = self.trainer
-        state: runs.State = "failed" if self.error else "stopped" if trainer.control.wishes.stop else "completed"
+        state: State = "failed" if self.error else "stopped" if trainer.control.wishes.stop else "completed"
         try:
             self._context.run(self._settings.close)
             trainer.log.emit("run_finished", step=self._step() or None, state=state)
@@ -218,14 +215,15 @@ class Run:
     def _step(self) -> int:
         return max((worker.reporter.step for worker in self.trainer.workers), default=0)
 
-    def _write_status(self, state: runs.State) -> None:
+    def _write_status(self, state: State) -> None:
         if self.trainer.node == 0:
             runs.write_status(self.dir, state, step=self._step() or None, error=self.error, thread=self._failed_in)
 
     # --- the process ----------------------------------------------------------------------------------------------
     def _listen_for_sigterm(self) -> None:
         """SIGTERM stops the run in good order, then ends the process with 143; a handler of the program's own stays."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        here = threading.current_thread() is threading.main_thread()
+        if not here or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             return
 
         def handler(number: int, frame: FrameType | None) -> Any:

@@ -1,7 +1,7 @@
 """The trainer: one thread per device, a plain loop in each, and control over all of them from outside.
 
 One row's whole life is in :meth:`DrafterWorker.work` and :meth:`DrafterWorker.learn_from`. No lock stands around a
-compiled call, a forward or a backward, and there is no warm-up: fx_patch isolates what torch.compile keeps process-wide.
+compiled call, a forward or a backward, and there is no warm-up: fx_patch isolates what torch.compile shares.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from . import checkpoint, collective, data, evaluate, events, fx_patch, prepare, run_folder
 from .blocks import block_mask, context_positions, draw_anchors, make_blocks, visible_dense
-from .collective import Aborted, Channel, Team
+from .collective import Channel, Team
 from .compile_monitor import CompileMonitor
-from .config import ConfigError, RunConfig
+from .config import RunConfig
 from .control import Control, Request, Wishes
-from .drafter import Drafter, layer_forward
+from .drafter import Drafter
 from .events import EventLog
 from .features import AHEAD, Fed, Own, TargetWorker
-from .loss import NEED_TARGET, loss_chunk
-from .replica import Replica
+from .loss import NEED_TARGET
+from .replica import Replica, entry_points
 from .summary import summary
 from .supervise import Run
 from .target import Target
@@ -38,9 +38,7 @@ _numbers = itertools.count(1)
 class DrafterWorker(Worker):
     """One drafter thread: its lane, its device, its replica, its share of every step's rows."""
 
-    def __init__(
-        self, trainer: Trainer, index: int, team: Team, rank: int, seed: int, stream: data.RowStream
-    ) -> None:
+    def __init__(self, trainer: Trainer, index: int, team: Team, rank: int, seed: int, stream: data.RowStream) -> None:
         lane, device, ready = trainer.lanes[index], trainer.devices[index], trainer.ready
         super().__init__(trainer, lane, device, trainer.lanes if team.size > 1 else [lane])
         self.control, self.team, self.rank, self.seed = trainer.control, team, rank, seed
@@ -131,33 +129,14 @@ class DrafterWorker(Worker):
         drafter = Drafter(ready.drafter, seed=self.seed)
         if ready.warm is not None:
             drafter.load_state_dict(ready.warm, strict=False)
-        replica = Replica(drafter, self.config, self.device, **self.entry_points())
+        name = self.lane if self.trainer.number == 1 else f"{self.lane}_run_{self.trainer.number}"
+        compiled = entry_points(self.config, self.device, name, self.trainer.monitor.watch)
+        replica = Replica(drafter, self.config, self.device, **compiled)
         if self.resumed is not None:
             replica.load_state(self.resumed["replica"])
             self.reporter.step = replica.step
         self.reporter.show("running")
         return replica
-
-    def entry_points(self) -> dict[str, Any]:
-        """What this lane compiles in this run, each with a code object and a name of its own: a layer, and on a GPU the loss.
-
-        A layer holds the attention, flex_attention on CUDA and scaled_dot_product_attention on a CPU.
-        """
-        if not self.config.compile:
-            return {}
-        functions = {"layer": layer_forward, "chunk": loss_chunk}
-        if self.device.type == "cpu":
-            del functions["chunk"]  # big matrix products, which eager does as fast, and a compile saved
-        dynamic = False if self.config.bucket_lengths else None
-        own = self.lane if self.trainer.number == 1 else f"{self.lane}_run_{self.trainer.number}"
-        return {
-            name: self.trainer.monitor.watch(
-                torch.compile(
-                    fx_patch.own_entry_point(function, own), backend=self.config.backend, dynamic=dynamic
-                )
-            )
-            for name, function in functions.items()
-        }
 
     def finish(self, replica: Replica, *, stopped: bool) -> None:
         self.reporter.flush()
@@ -399,7 +378,8 @@ class Trainer:
     def failed(self, lane: str, device: torch.device, error: BaseException) -> None:
         """A worker's error: keeps the first one, and ends the others."""
         if self.run is not None and self.run.record_failure(lane, error):
-            self.log.emit("worker_failed", device=str(device), **run_folder.error_record(error, lane))
+            what: dict[str, Any] = run_folder.error_record(error, lane)
+            self.log.emit("worker_failed", device=str(device), **what)
         self._let_go()
         if self.run is not None:
             self.run.stop_by(time.monotonic() + self.config.stop_timeout)

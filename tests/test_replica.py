@@ -1,6 +1,7 @@
 """A replica's step against plain torch: parameters one by one, the mean over everything, clip_grad_norm_, AdamW."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -54,9 +55,7 @@ class Example:
         self.mask = visible_dense(chosen, keep, LENGTH, BLOCK)
 
     def feed(self, replica):
-        return replica.accumulate(
-            self.features, self.embeddings, self.positions, self.blocks, self.mask, self.head
-        )
+        return replica.accumulate(self.features, self.embeddings, self.positions, self.blocks, self.mask, self.head)
 
     def loss(self, drafter):
         hidden = drafter(self.features, self.embeddings, self.positions, self.blocks.positions, self.mask)
@@ -197,7 +196,7 @@ def test_learning_rate_warms_up_then_falls_to_zero():
     rates = [learning_rate(choices, step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert rates[10] == 1.0
-    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
     assert rates[55] == pytest.approx(0.5, abs=0.02)
     assert rates[-1] < 0.001
     assert {learning_rate(config(schedule="constant", warmup=0.0, lr=0.5), step) for step in range(8)} == {0.5}

@@ -150,7 +150,7 @@ def test_nothing_is_left_to_resume(tmp_path):
     assert runs.read_status(tmp_path / "more")["state"] == "failed"
 
 
-# --- compiles ----------------------------------------------------------------------------------------------------------
+# --- compiles --------------------------------------------------------------------------------------------------------
 def test_a_compile_belongs_to_the_thread_it_happened_in(tmp_path):
     """Lengths that change recompile; each event has the lane of the thread, its own entry point, and the reason."""
     trainer = train(tmp_path, compile=True, backend="eager", bucket_lengths=False, rows=1, steps=4)
@@ -158,8 +158,8 @@ def test_a_compile_belongs_to_the_thread_it_happened_in(tmp_path):
     for lane in trainer.lanes:
         own = [event for event in compiles if event["thread"] == lane]
         (frame,) = {event["frame"] for event in own}
-        assert frame.startswith(f"layer_forward_{lane.replace('-', '_')}")
-        assert [event["cls"] for event in own][0] == "first"
+        assert frame.startswith(f"sdpa_attention_{lane.replace('-', '_')}")
+        assert own[0]["cls"] == "first"
         again = [event for event in own if event["cls"] == "recompile"]
         assert again and "size mismatch" in again[0]["reason"], own
         lengths = [event["bucket"] for event in of_kind(tmp_path, "step", lane)]
@@ -205,7 +205,7 @@ def test_the_training_path_has_no_lock_and_no_warm_up():
         assert not re.search(r"\bR?Lock\(|\bSemaphore|warm_?up\(|warmup_lock|exec_lock", code), name
 
 
-# --- control -----------------------------------------------------------------------------------------------------------
+# --- control ---------------------------------------------------------------------------------------------------------
 class Gate:
     """Holds every worker at its forward until told otherwise, so that a test can act in mid-step."""
 
@@ -316,7 +316,7 @@ def test_the_first_interrupt_stops_and_is_raised(tmp_path):
 
 def test_the_second_interrupt_aborts(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
-    trainer, run = started(tmp_path)
+    _, run = started(tmp_path)
     gate.somebody_waits()
 
     async def cell():
@@ -341,10 +341,8 @@ import sys; sys.path.insert(0, {tests!r})
 from dflash_lib import fx_patch; fx_patch.install()
 from trainers import *
 from dflash_lib.threads import Trainer
-trainer = Trainer(tiny_config({run_dir!r}, compile=False, steps=100000), target=tiny_target(), dataset=rows(), heldout=rows(2))
-run = trainer.start()
-print("started", flush=True)
-run.join()
+config = tiny_config({run_dir!r}, compile=False, steps=100000)
+Trainer(config, target=tiny_target(), dataset=rows(), heldout=rows(2)).start().join()
 """
 
 
@@ -376,7 +374,7 @@ def test_ctrl_c_in_join_stops_and_is_raised(tmp_path):
     assert checkpoint.latest(tmp_path) is not None
 
 
-# --- failure -------------------------------------------------------------------------------------------------------------
+# --- failure ---------------------------------------------------------------------------------------------------------
 def failing(monkeypatch, lane="drafter-1", step=4):
     learn = DrafterWorker.learn_from
 
@@ -458,7 +456,7 @@ def test_a_trainer_starts_once(tmp_path):
         trainer.start()
 
 
-# --- what it leaves --------------------------------------------------------------------------------------------------------
+# --- what it leaves --------------------------------------------------------------------------------------------------
 def test_a_run_folder_is_whole(tmp_path, pictures):
     train(tmp_path, steps=3, checkpoint_every=1, keep_checkpoints=2)
     names = {path.name for path in tmp_path.iterdir()}
