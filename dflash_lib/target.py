@@ -62,6 +62,8 @@ class Target:
         mask_token_id: the id fed into masked slots; the embedding has a row for it.
         stop_ids: ids that end an answer.
         head: the output layer.
+        cache_name: what this transformers calls the argument with the key/value cache (``past_key_values``, or the
+            later ``cache``).
     """
 
     def __init__(
@@ -88,9 +90,8 @@ class Target:
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.layer_ids = check_layers(name, target_layers, self.num_layers, target_features)
-        # transformers 5.2x renames past_key_values to cache.
         named = inspect.signature(self.decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size = self._weight.shape[0]
         self.mask_token_id = choose_mask_token(tokenizer, self.vocab_size, mask_token, name)
@@ -161,7 +162,7 @@ class Target:
                     attention_mask=mask,
                     position_ids=positions,
                     use_cache=False,
-                    **{self._cache_name: _keeps_nothing()},
+                    **{self.cache_name: _keeps_nothing()},
                 ).last_hidden_state
         return Features(self.join(outputs), hidden)
 
