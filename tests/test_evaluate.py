@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +15,7 @@ import torch
 from tiny_models import Oracle, make_drafter, make_target, one_thread, own_greedy, train
 
 from dflash_lib import checkpoint, decode, evaluate, prompts, target
+from dflash_lib.acceptance import Settings, find, prepare
 from dflash_lib.conversations import DataError
 from dflash_lib.decode import Decoded
 
@@ -324,3 +326,19 @@ def test_a_checkpoint_is_evaluated_from_its_folder(smol, tmp_path):
     jsonschema.validate(found, SCHEMA)
     assert found["step"] == 3 and found["target"] == "smollm2" and found["checkpoint"].endswith("step-000003")
     assert (run / "acceptance.json").is_file() and (run / "acceptance.png").is_file()
+    ready = prepare(Settings(checkpoint=str(run), prompts=["heldout"], count=3, simulate_rows=1), smol)
+    assert ready.sets[0].name == "heldout" and len(ready.sets[0].prompts) == 3 and ready.out == run
+    estimate = ready.simulated()
+    assert len(estimate.accepted) == 1 and all(estimate.accepted) and 1 <= estimate.tau_mean <= 4
+
+
+def test_the_newest_checkpoint_of_a_folder_of_runs_is_found(tmp_path):
+    target = make_target("llama")
+    for name, step in (("old-run", 9), ("new-run", 2)):
+        folder = checkpoint.save(make_drafter(target), tmp_path / name / "checkpoints" / f"step-{step:06d}", step=step)
+        os.utime(folder, (step == 2, step == 2))
+    assert find(tmp_path).parts[-3:] == ("new-run", "checkpoints", "step-000002")
+    assert find(tmp_path / "old-run").name == "step-000009"
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match=r"has no model\.safetensors"):
+        find(tmp_path / "nothing")
