@@ -470,3 +470,36 @@ def test_a_run_folder_is_whole(tmp_path, pictures):
     assert (kinds[0], kinds.count("run_finished")) == ("run_started", 1)
     with contextlib.suppress(FileNotFoundError):
         assert not list(tmp_path.glob("**/*.tmp"))
+
+
+# --- on the real target ------------------------------------------------------------------------------------------------
+def test_losses_fall_on_the_real_target(tmp_path, smollm2):
+    """SmolLM2, two threads, ten steps on a few answers: what it has seen again and again it learns."""
+    answers = {
+        "What is the capital of France?": "The capital of France is Paris. It lies on the river Seine.",
+        "Name three colours.": "Three colours are red, green and blue. Many more can be mixed from them.",
+        "How do I boil an egg?": "Put the egg in boiling water. Wait eight minutes. Cool it in cold water, then peel it.",
+        "Why is the sky blue?": "Air scatters blue light more than red light, so the sky looks blue during the day.",
+    }
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]})
+        for asked, answer in answers.items()
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    config = tiny_config(
+        tmp_path / "run",
+        train_data=[str(tmp_path / "answers.jsonl")],
+        heldout_data=[str(tmp_path / "answers.jsonl")],
+        steps=10,
+        anchors=8,
+        rows=1,
+        bucket_lengths=False,
+        target_dtype="float32",
+        compile=False,
+        warmup=0.0,
+    )
+    trainer = Trainer(config, target=smollm2)
+    trainer.start().join(300)
+    found = losses(trainer.run_dir)
+    assert len(found) == 10
+    assert sum(found[-2:]) / 2 < 0.6 * found[0], found
