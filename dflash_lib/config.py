@@ -108,8 +108,8 @@ class Parameters(BaseModel):
             before: ``set(globals())``, taken in a cell before the parameters cell.
             overrides: values that win over the namespace's.
 
-        Modules and names with a leading underscore are passed over, and so are ``before`` itself and the names
-        IPython makes. Everything else must be a field.
+        Modules, classes and functions (what a cell imports), names with a leading underscore, ``before`` itself and
+        the names IPython makes are passed over. Everything else must be a field.
 
         Raises:
             ConfigError: one line for each unknown name and each wrong value.
@@ -118,7 +118,10 @@ class Parameters(BaseModel):
         values = {
             name: value
             for name, value in namespace.items()
-            if name not in known_before and not name.startswith("_") and not isinstance(value, types.ModuleType)
+            if name not in known_before
+            and not name.startswith("_")
+            and not isinstance(value, types.ModuleType)
+            and not callable(value)
         }
         return cls.from_dict({**values, **overrides})
 

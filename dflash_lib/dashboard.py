@@ -184,6 +184,9 @@ class Dashboard:
     def _look_at_machine(self) -> None:
         """Between events time goes on (a long compile), and memory is what the device says."""
         board = self.board
+        error = getattr(getattr(self._trainer, "run", None), "error", None)
+        if board.ended and error is not None:  # one raised before any thread ran is in no worker's event
+            board.error = board.error or f"{type(error).__name__}: {error}"
         if board.ended or board.state == "not started":
             return
         board.now = max(board.now, self._trainer.log.now())

@@ -12,6 +12,7 @@ beforehand from a generator of the call's own. Hence the same seed gives the sam
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,9 @@ def _decode(
 ) -> list[Decoded]:
     _check(target, prompts, options)
     outputs: list[Decoded] = []
-    with torch.no_grad():
+    device = torch.device(target.device)
+    place = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.no_grad(), place:
         session = Session(target, build, block_size, max(map(len, prompts), default=1), options)
         for start in range(0, len(prompts), options.batch_size):
             indices = range(start, min(start + options.batch_size, len(prompts)))
@@ -108,6 +111,8 @@ def _check(target: Any, prompts: Sequence[Sequence[int]], options: Options) -> N
         raise DecodeError(f"batch_size: is {options.batch_size}; use at least 1")
     if options.temperature < 0:
         raise DecodeError(f"temperature: is {options.temperature}; use 0 for greedy decoding or a positive number")
+    if options.graphs and torch.device(target.device).type != "cuda":
+        raise DecodeError(f"graphs: CUDA graphs need a CUDA device, the target is on {target.device}")
     longest = int(getattr(target.config, "max_position_embeddings", 0) or 2**31)
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -250,6 +250,9 @@ class Drafter(nn.Module):
         context = self.context(features)
         context_rope, block_rope = self._rope(context_positions), self._rope(block_positions)
         states = block_embeddings.to(self.config.dtype)
+        if torch.is_grad_enabled() and not states.requires_grad:
+            # So that the first layer looks like the others: without it, it would be a second graph in every bucket.
+            states = states.detach().requires_grad_()
         for weights in self._layer_weights():
             states = run(states, context, weights, block_rope, context_rope, mask, self.shape, attend)
         return rms_norm(states, self.norm.weight, self.config.rms_norm_eps)

@@ -14,7 +14,7 @@ import torch
 
 from dflash_lib.hazard import Hazard, PerThreadHazard
 from dflash_lib.per_thread import PerThreadGlobals
-from dflash_lib.rewriting import Constant, UnknownInternals, names_in, rewrite, take_back, torchs_own
+from dflash_lib.rewriting import Constant, Transform, UnknownInternals, names_in, rewrite, take_back, torchs_own
 
 _VARIABLES = ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag")
 _FLAGS = PerThreadGlobals(
@@ -143,13 +143,11 @@ def _inside(definition: ast.FunctionDef, constant: Constant) -> None:
     call = ast.Call(func=ast.Attribute(constant(), "context", ast.Load()), args=[], keywords=[])
     block = ast.With(items=[ast.withitem(context_expr=call)], body=definition.body)
     for node in (block, *ast.walk(call)):
-        if hasattr(node, "lineno") or isinstance(node, (ast.expr, ast.stmt)):
-            node.lineno = node.end_lineno = definition.lineno  # type: ignore[union-attr]
-            node.col_offset = node.end_col_offset = definition.col_offset  # type: ignore[union-attr]
+        ast.copy_location(node, definition)
     definition.body = [block]
 
 
-def _inner_inside(name: str):  # type: ignore[no-untyped-def]  # -> Transform
+def _inner_inside(name: str) -> Transform:
     """:func:`_inside` for the function of that name inside the given one."""
 
     def transform(definition: ast.FunctionDef, constant: Constant) -> None:

@@ -22,7 +22,7 @@ Result = tuple[int, int, str]
 ENOUGH = 20
 
 # Unpatched, these leave torch in a state that the next program would suffer from.
-LEAVES_DAMAGE = frozenset({"module-calls", "compilation-environment", "dynamic-settings", "defaults", "generators"})
+LEAVES_DAMAGE = frozenset({"module-calls", "compilation-environment", "dynamic-settings"})
 
 
 class NotApplicable(Exception):
@@ -346,6 +346,6 @@ def hidden_states(seconds: float) -> Result:
     return faults.result("forwards returned wrong hidden states")
 
 
-def same_named(function: types.FunctionType) -> types.FunctionType:
+def same_named(function: Any) -> types.FunctionType:
     """A copy with a code object of its own and the same name."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

@@ -38,19 +38,19 @@ def run_many(
         timeout: seconds that each program may take before its process is ended.
 
     Yields:
-        Each name with its outcome. A program that kills or hangs its process gets "crashed" or "hung"; those after
+        Each name with its outcome, in no fixed order. A program that kills or hangs its process gets "crashed" or "hung"; those after
         it go on in a new process. Programs that leave torch damaged when unpatched have a process to themselves.
     """
     from dflash_lib.provocation_programs import LEAVES_DAMAGE
 
-    waiting = list(names)
-    while waiting:
-        count = 1 if not patched and waiting[0] in LEAVES_DAMAGE else len(waiting)
-        if not patched:
-            count = next((i for i, name in enumerate(waiting[:count]) if i and name in LEAVES_DAMAGE), count)
-        done = list(_one_process(waiting[:count], patched, seconds, timeout))
+    alone = [] if patched else [name for name in names if name in LEAVES_DAMAGE]
+    together = [name for name in names if name not in alone]
+    for waiting in ([name] for name in alone):
+        yield from _one_process(waiting, patched, seconds, timeout)
+    while together:
+        done = list(_one_process(together, patched, seconds, timeout))
         yield from done
-        waiting = waiting[len(done) :]
+        together = together[len(done) :]
 
 
 def _one_process(names: list[str], patched: bool, seconds: float, timeout: float) -> Iterator[tuple[str, Outcome]]:

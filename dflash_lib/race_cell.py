@@ -67,8 +67,8 @@ class Cell:
         self.spec = spec
         self.strategy = race_strategies.CLASSES[spec["strategy"]]()
         self.strategy.prepare()
-        options = {name: spec[name] for name in ("device", "threads", "backend", "repeat", "same_lengths")}
-        self.context = Context(self.strategy, **options)
+        options = ("device", "threads", "backend", "repeat", "same_lengths", "shift", "kernels")
+        self.context = Context(self.strategy, **{name: spec[name] for name in options})
         self.lanes = [f"drafter-{index}" for index in range(spec["threads"])]
         self.attempts: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
@@ -98,7 +98,9 @@ class Cell:
         """A lane's whole life. An error costs the step it happened in and no more: we want to count them."""
         _raise_limits()
         if self.spec["device"] != "cpu":
-            torch.cuda.set_device(self.spec["device"])
+            device = torch.device(self.spec["device"])
+            # Plain "cuda" spreads the lanes over the GPUs: each works on its own thread's current device.
+            torch.cuda.set_device(index % torch.cuda.device_count() if device.index is None else device)
         with self.strategy.worker():
             step: Callable[[int], float | None] | None = None
             for number in range(attempts):

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash_lib.chat import render, user_header
-from dflash_lib.conversations import Conversation, DataError, read
+from dflash_lib.conversations import Conversation, DataError, Message, read
 from dflash_lib.target import Target
 
 _CPU_BATCH, _CUDA_BATCH = 24, 512
@@ -163,16 +163,16 @@ class _Writer:
     def answer(self, first: int, prompts: Sequence[Conversation]) -> list[_Written]:
         """The prompts' user turns, each answered before the next is asked. An answer cut at the limit ends it."""
         written = [_Written([]) for _ in prompts]
-        asked = [[message for message in prompt.messages if message.role != "assistant"] for prompt in prompts]
+        asked = [_asked(prompt) for prompt in prompts]
         for position in range(max(map(len, asked))):
             live: list[int] = []
             for row, messages in enumerate(asked):
                 done = written[row].messages
                 if done is None or position >= len(messages) or (done and done[-1].get("finish_reason") == "length"):
                     continue
-                done.append({"role": messages[position].role, "content": messages[position].content})
-                following = [message.role for message in messages[position + 1 : position + 2]]
-                if messages[position].role == "user" and following != ["user"]:
+                message, to_answer = messages[position]
+                done.append({"role": message.role, "content": message.content})
+                if to_answer:
                     live.append(row)
             self._answer_last(written, range(first, first + len(prompts)), live)
         return [
@@ -250,7 +250,7 @@ def generate(
     for step in range(max_new_tokens):
         logits = target.model(
             input_ids=ids, attention_mask=mask[:, : width + step], position_ids=positions,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
+            use_cache=True, logits_to_keep=1, **{target.cache_name: cache},
         ).logits[:, -1]  # fmt: skip
         token = _draw(logits, [draws[row] for row in rows.tolist()] if temperature > 0 else [], temperature)
         new[rows[alive], step] = token[alive]
@@ -346,6 +346,16 @@ class _Work:
 
     def reasons(self) -> str:
         return ", ".join(f"{reason} {count}" for reason, count in self.left_out.most_common())
+
+
+def _asked(prompt: Conversation) -> list[tuple[Message, bool]]:
+    """The messages that are not answers, and whether each is to be answered: a user's, unless the user goes on."""
+    following = [message.role for message in prompt.messages[1:]] + ["assistant"]
+    return [
+        (message, message.role == "user" and after != "user")
+        for message, after in zip(prompt.messages, following, strict=True)
+        if message.role != "assistant"
+    ]
 
 
 def _prompts(

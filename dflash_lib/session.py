@@ -127,32 +127,28 @@ class Session:
         self.result = integers(rows, block_size + 1)  # the target's choices, then n
         self.uniforms = torch.zeros(rows, self.extent + 1, dtype=torch.float64, device=self.device)
         self.slots = torch.arange(block_size, device=self.device)
-        self.features: Tensor | None = None
+        self.features: Tensor | None = None  # of the verified block; made by the first verification
         self.window = self.capacity
         self.clock = Clock(self.device, 4)
         graphs = self.device.type == "cuda" if options.graphs is None else options.graphs
         self.static = graphs if options.static is None else options.static or graphs
-        self.steps: tuple[Callable[[], None], ...] = (self._draft, self._verify, self._commit)
+        self.steps: tuple[Callable[[], None], ...] = (
+            (self._verify,) if self.drafts_from is None else (self._draft, self._verify, self._commit)
+        )
         if graphs:
             self._capture()
 
     def _capture(self) -> None:
-        if self.device.type != "cuda":
-            raise DecodeError(f"graphs: CUDA graphs need a CUDA device, the target is on {self.device}")
         if self.drafts_from is not None and not getattr(self.drafts_from, "capturable", False):
             raise DecodeError("graphs: this drafter is no Drafter and cannot be captured; pass graphs=False")
         self.active.fill_(True)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        captured = []
-        for step in self.steps:
-            self.position.zero_()  # a step may advance it; the next must stay inside the buffers
-            captured.append(Captured(step, pool, stream))
-        self.steps = tuple(captured)
+        self.steps = tuple(Captured(step, self.position.zero_, pool, stream) for step in self.steps)
 
     # --- one cycle, on the device ---
     def _draft(self) -> None:
-        if self.drafts_from is not None:
-            self.drafts.copy_(self.drafts_from.draft(self.anchor, self.position, self.window))
+        assert self.drafts_from is not None
+        self.drafts.copy_(self.drafts_from.draft(self.anchor, self.position, self.window))
 
     def _verify(self) -> None:
         positions = self.position[:, None] + self.slots
@@ -175,8 +171,8 @@ class Session:
         self.position.add_(torch.where(self.active, count + 1, 0))
 
     def _commit(self) -> None:
-        if self.drafts_from is not None and self.features is not None:
-            self.drafts_from.commit(self.features, self.verified)
+        assert self.drafts_from is not None and self.features is not None
+        self.drafts_from.commit(self.features, self.verified)
 
     def _choose(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The token after each position; its place in the output decides which uniform number it is drawn with."""
@@ -203,7 +199,7 @@ class Session:
             for index, step in enumerate(self.steps):
                 self.clock.mark(index)
                 step()
-            self.clock.mark(3)
+            self.clock.mark(len(self.steps))
             result = self.result.tolist()  # the one wait for the device
             for row in going:
                 *choices, count = result[row]
@@ -215,8 +211,9 @@ class Session:
             still = self._finish(outputs, limits, going)
             if len(still) < len(going):
                 self._set_active(still)
-            draft = self.clock.between(0, 1) + self.clock.between(2, 3) if self.drafts_from is not None else 0.0
-            verify = self.clock.between(1, 2)
+            between = self.clock.between
+            plain = self.drafts_from is None
+            draft, verify = (0.0, between(0, 1)) if plain else (between(0, 1) + between(2, 3), between(1, 2))
             total = time.perf_counter() - started
             self._share(
                 outputs, going, {"draft": draft, "verify": verify, "bookkeeping": max(total - draft - verify, 0.0)}

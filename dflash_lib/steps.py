@@ -94,15 +94,18 @@ class DraftStep:
 class Captured:
     """A function of no arguments over fixed buffers, replayed as a CUDA graph.
 
-    It is run a few times first (kernels are chosen, buffers appear), then captured. It must leave its results in
-    buffers made outside, and whatever it changed is the caller's to set again.
+    It is run a few times first (kernels are chosen, buffers appear), each time after ``reset``, then captured. It must
+    leave its results in buffers made outside, and whatever it changed is the caller's to set again.
     """
 
-    def __init__(self, function: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, function: Callable[[], None], reset: Callable[[], Any], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(3):
+                reset()
                 function()
         current.wait_stream(stream)
         torch.cuda.synchronize()

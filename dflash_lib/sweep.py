@@ -56,6 +56,8 @@ def sweep(
         KeyboardInterrupt: Ctrl-C; the runs were stopped at their next step first (a second Ctrl-C kills them).
     """
     source = Path(notebook).expanduser().absolute()
+    if not source.exists() and (source.parent / "notebooks" / source.name).exists():
+        source = source.parent / "notebooks" / source.name  # a notebook names its neighbours; this runs from above
     if parallel < 1 or (gpus_per_run is not None and gpus_per_run < 1):
         raise ConfigError("parallel: and gpus_per_run: are whole numbers from 1")
     points = sweep_plan.points(grid, base or {})

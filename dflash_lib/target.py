@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,6 +62,8 @@ class Target:
         mask_token_id: the id fed into masked slots; the embedding has a row for it.
         stop_ids: ids that end an answer.
         head: the output layer.
+        cache_name: what this transformers calls the argument with the key/value cache (``past_key_values``, or the
+            later ``cache``).
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Target:
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.layer_ids = check_layers(name, target_layers, self.num_layers, target_features)
+        named = inspect.signature(self.decoder.forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size = self._weight.shape[0]
         self.mask_token_id = choose_mask_token(tokenizer, self.vocab_size, mask_token, name)
@@ -152,7 +158,11 @@ class Target:
             hidden = None
             with contextlib.suppress(Enough):
                 hidden = self.decoder(
-                    input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
+                    input_ids=input_ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    use_cache=False,
+                    **{self.cache_name: _keeps_nothing()},
                 ).last_hidden_state
         return Features(self.join(outputs), hidden)
 
@@ -333,6 +343,19 @@ def load(
         target_features=target_features,
         mask_token=mask_token,
     )
+
+
+@functools.cache
+def _keeps_nothing() -> Any:
+    """A cache that hands keys and values straight back. Without a cache, transformers looks for packed rows in the
+    positions' values, and on a GPU that look waits for all work queued before it."""
+    from transformers import DynamicCache
+
+    class Nothing(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    return Nothing()
 
 
 def _hook(index: int) -> Any:

@@ -148,6 +148,21 @@ def test_race_duplicates_are_told_from_recompiles(log: EventLog) -> None:
     assert [e["cache_size"] for e in found] == list(range(1, len(found) + 1))
 
 
+def test_the_second_of_two_first_compiles_is_a_recompile_with_a_reason(log: EventLog) -> None:
+    """torch looked when there was no entry yet, and says nothing; the guard that fails by now does."""
+    f = function()
+    start = threading.Barrier(2)
+
+    def work(length: int) -> None:
+        start.wait()
+        f(torch.ones(length))
+
+    in_threads(lambda: work(3), lambda: work(4))
+    first, again = of(log)
+    assert (first["cls"], again["cls"], again["cache_size"]) == ("first", "recompile", 2)
+    assert {again["expected"], again["actual"]} == {"3", "4"} and again["wait_seconds"] > 0
+
+
 def test_past_the_limit_is_an_eager_fallback_and_an_alarm(log: EventLog) -> None:
     with torch._dynamo.config.patch(recompile_limit=3):
         f = function()

@@ -74,7 +74,7 @@ def test_every_fault_has_its_line_and_unknown_names_a_suggestion() -> None:
 def test_namespace_takes_new_names_only() -> None:
     namespace = {"__name__": "x", "old": 1, "json": json}
     before = set(namespace)
-    namespace |= {"before": before, "steps": 7, "_scratch": 2, "math": math}
+    namespace |= {"before": before, "steps": 7, "_scratch": 2, "math": math, "RunConfig": RunConfig, "sqrt": math.sqrt}
     config = RunConfig.from_namespace(namespace, before)
     assert config.steps == 7
     with pytest.raises(ConfigError, match="unknown_name: is no parameter"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_models import FAMILIES, Oracle, make_drafter, make_target, own_greedy,
 
 from dflash_lib import decode, session
 from dflash_lib.slots import Slots, causal_mask
+from dflash_lib.steps import DraftStep
 
 PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [20], [5] * 9, [33, 2]]
 NEW = 24
@@ -299,9 +301,53 @@ def test_the_mask_shows_slots_up_to_the_position_and_no_further_back_than_the_wi
     ]
 
 
-def test_seconds_add_up_to_wall_time_and_plain_has_no_draft(llama):
-    import time
+class Replayed:
+    """A CUDA graph's part in the session, played on a CPU: warm-up runs first, then the function at every replay."""
 
+    def __init__(self, function, reset, pool, stream):
+        for _ in range(3):
+            reset()
+            function()
+        self.function = function
+
+    def __call__(self):
+        self.function()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_warm_up_before_a_capture_leaves_behind_is_never_seen(llama, monkeypatch, temperature):
+    monkeypatch.setattr(session, "Captured", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    drafter = make_drafter(llama, seed=4)
+    options = session.Options(NEW, temperature, frozenset(), 7, 2, True, None, None)
+    captured = session.Session(llama, lambda *sizes: DraftStep(llama, drafter, *sizes), 6, 13, options)
+    assert captured.static and captured.window == captured.capacity
+    found = [one for pair in ([0, 1], [2, 3], [4]) for one in captured.run(pair, PROMPTS)]
+    plain = decode.speculative(
+        llama, drafter, PROMPTS, max_new_tokens=NEW, temperature=temperature, seed=7, batch_size=2
+    )
+    assert tokens(found) == tokens(plain)
+    assert [one.accepted for one in found] == [one.accepted for one in plain]
+    with pytest.raises(decode.DecodeError, match="is no Drafter and cannot be captured"):
+        session.Session(llama, lambda *_: Oracle(6, [], []), 6, 13, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_cuda_graphs_give_the_text_of_the_cpu(llama, reference, temperature):
+    there = llama.to("cuda")
+    drafter = make_drafter(llama).to("cuda")
+    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 3}
+    expected = reference if temperature == 0 else tokens(decode.plain(llama, PROMPTS, **options))
+    for graphs in (False, True):
+        for batch_size in (1, 3):
+            given = {**options, "graphs": graphs, "batch_size": batch_size}
+            assert tokens(decode.plain(there, PROMPTS, **given)) == expected
+            assert tokens(decode.speculative(there, drafter, PROMPTS, **given)) == expected
+
+
+def test_seconds_add_up_to_wall_time_and_plain_has_no_draft(llama):
     started = time.perf_counter()
     found = decode.speculative(llama, make_drafter(llama), PROMPTS, max_new_tokens=NEW, batch_size=2)
     wall = time.perf_counter() - started

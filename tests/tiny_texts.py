@@ -1,4 +1,4 @@
-"""A tiny tokenizer with a chat template, and a folder with it and a tiny model, as a user's own model would lie there."""
+"""A tiny tokenizer with a chat template, and a folder with it and a tiny model, as users have them."""
 
 from __future__ import annotations
 

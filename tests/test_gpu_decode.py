@@ -1,0 +1,47 @@
+"""benchmarks/gpu_decode.py on a CPU with a tiny target: the same code, eager, over the same static buffers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+from tiny_models import make_target, own_greedy
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_decode.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_decode", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_cpu_twin_is_lossless_and_writes_its_results(tmp_path, monkeypatch, capsys):
+    bench = script()
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    monkeypatch.setattr(bench.target, "load", lambda name, dtype, **_: make_target("llama", dtype=dtypes[dtype]))
+    monkeypatch.setattr(bench, "some_prompts", lambda loaded, count: [[3 + i, 4, 5 + i] for i in range(count)])
+    out = tmp_path / "results" / "gpu_decode.json"
+    result = bench.main(["--device", "cpu", "--prompts", "3", "--tokens", "40", "--out", str(out)])
+    assert json.loads(out.read_text()) == result
+    one, two = result["lossless_float32"]
+    assert (one["prompts"], one["wrong"], two["wrong"]) == (3, 0, 0) and one["lossless"] and two["lossless"]
+    assert one["tokens"] == two["tokens"] == 120
+    assert two["lengths_seen"] >= 4, "spoiled drafts must show many acceptance lengths"
+    assert [entry["cuda_graphs"] for entry in result["speed_bfloat16"]] == [False]
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith('{"lossless": true')
+
+
+def test_spoiled_drafts_are_right_except_where_they_are_spoiled():
+    target = make_target("llama")
+    text = [3, 4, *own_greedy(target, [3, 4], 30)]
+    drafts = script().SpoiledText([text], 6, 1, torch.device("cpu"))
+    drafts.begin([0], torch.zeros(0), torch.zeros(0))
+    wrong = 0
+    for position in range(2, 20):
+        found = drafts.draft(torch.tensor([text[position]]), torch.tensor([position]), 64)[0].tolist()
+        wrong += sum(a != b for a, b in zip(found, text[position + 1 : position + 6], strict=True))
+    assert 0 < wrong < 0.4 * 18 * 5
