@@ -472,13 +472,13 @@ def test_a_run_folder_is_whole(tmp_path, pictures):
         assert not list(tmp_path.glob("**/*.tmp"))
 
 
-# --- on the real target ------------------------------------------------------------------------------------------------
+# --- on the real target ----------------------------------------------------------------------------------------------
 def test_losses_fall_on_the_real_target(tmp_path, smollm2):
     """SmolLM2, two threads, ten steps on a few answers: what it has seen again and again it learns."""
     answers = {
         "What is the capital of France?": "The capital of France is Paris. It lies on the river Seine.",
         "Name three colours.": "Three colours are red, green and blue. Many more can be mixed from them.",
-        "How do I boil an egg?": "Put the egg in boiling water. Wait eight minutes. Cool it in cold water, then peel it.",
+        "How do I boil an egg?": "Put the egg in boiling water. Wait eight minutes, then cool and peel it.",
         "Why is the sky blue?": "Air scatters blue light more than red light, so the sky looks blue during the day.",
     }
     lines = [
