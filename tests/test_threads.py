@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,38 @@ def test_n_threads_of_b_rows_are_one_thread_of_n_times_b(tmp_path, dtype, tolera
     torch.testing.assert_close(masters(three.run_dir), masters(one.run_dir), rtol=1e3 * tolerance, atol=tolerance)
     for step in range(1, 7):  # every thread reports the same step
         assert len({e["loss_all"] for e in of_kind(three.run_dir, "step") if e["step"] == step}) == 1
+
+
+NODE = """
+import sys; sys.path.insert(0, {tests!r})
+from dflash_lib import fx_patch; fx_patch.install()
+import torch; torch.set_num_threads(1)
+from trainers import *
+from dflash_lib.threads import Trainer
+config = tiny_config({run_dir!r}, compile=False, devices=["cpu"], checkpoint_every=2)
+Trainer(config, target=tiny_target(torch.float64), dataset=rows(), heldout=rows(2)).start().join()
+"""
+
+
+def test_two_processes_of_one_thread_are_two_threads_of_one_process(tmp_path):
+    """Under torchrun: one folder, one checkpoint, the same steps; the nodes average through torch.distributed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = NODE.format(tests=str(Path(__file__).parent), run_dir=str(tmp_path / "nodes"))
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": port, "WORLD_SIZE": "2"}
+    nodes = [subprocess.Popen([sys.executable, "-c", script], env={**common, "RANK": rank}) for rank in "01"]
+    together = train(tmp_path / "together", dtype=torch.float64)
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    steps = of_kind(tmp_path / "nodes", "step")
+    assert {(event["node"], event["step"]) for event in steps} == {(n, s) for n in (0, 1) for s in range(1, 7)}
+    for node in (0, 1):
+        found = [event["loss_all"] for event in steps if event["node"] == node]
+        assert found == pytest.approx(losses(together.run_dir), rel=1e-11)
+    torch.testing.assert_close(masters(tmp_path / "nodes"), masters(together.run_dir), rtol=1e-8, atol=1e-11)
+    assert runs.read_status(tmp_path / "nodes")["state"] == "completed"
+    assert not of_kind(tmp_path / "nodes", "alarm")
 
 
 def test_accumulation_is_a_bigger_batch(tmp_path):
