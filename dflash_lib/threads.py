@@ -208,6 +208,7 @@ class DrafterWorker(Worker):
             {"heldout": self.trainer.ready.prompts},
             temperature=self.config.temperature,
             max_new_tokens=self.config.evaluate_tokens,
+            graphs=False,  # nothing is captured while other threads launch
             step=replica.step,
         )
         names = ("name", "prompts", "tau_mean", "tau_pooled", "ci95", "speedup")

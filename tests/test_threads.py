@@ -332,6 +332,17 @@ def test_pause_holds_resume_goes_on_checkpoint_and_stop_work_meanwhile(tmp_path)
     assert run.state == "stopped"
 
 
+def test_evaluation_at_a_boundary_is_an_event_and_changes_nothing(tmp_path):
+    plain = train(tmp_path / "plain", steps=4)
+    config = {"evaluate_every": 2, "evaluate_prompts": 2, "evaluate_tokens": 6}
+    watched = train(tmp_path / "watched", steps=4, **config)
+    (found,) = of_kind(watched.run_dir, "evaluation")
+    assert (found["step"], found["thread"]) == (2, "drafter-0")
+    (group,) = found["sets"]
+    assert group["name"] == "heldout" and group["prompts"] == 2 and 1.0 <= group["tau_mean"] <= 4.0
+    assert losses(watched.run_dir) == losses(plain.run_dir)
+
+
 def test_the_first_interrupt_stops_and_is_raised(tmp_path):
     trainer, run = started(tmp_path)
 
