@@ -61,7 +61,7 @@ class Target:
         layer_ids: the K layers whose outputs are the features; id l is ``hidden_states[l + 1]`` of transformers.
         mask_token_id: the id fed into masked slots; the embedding has a row for it.
         stop_ids: ids that end an answer.
-        head: the output layer.
+        head: the output layer. embedding_scale: the factor on embedding rows, where the model's forward applies one.
         cache_name: what this transformers calls the argument with the key/value cache (``past_key_values``, or the
             later ``cache``).
     """
@@ -99,7 +99,7 @@ class Target:
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(_hook(index))
         self.head = find_head(model, self.config, name)
-        self._embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
+        self.embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
         self._compare_head()
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class Target:
         """``ids [..]`` -> ``[.., H]``, what the first layer reads (scaled where the family scales). No gradient."""
         with torch.no_grad():
             embedded = self.embedding(ids.to(self.device))
-            return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+            return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [.., H]`` after the final norm -> ``[.., V]``."""

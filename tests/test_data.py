@@ -19,7 +19,8 @@ from dflash_lib import data
 from dflash_lib.chat import check_template, render, supervise, tokenise, user_header
 from dflash_lib.conversations import Message
 from dflash_lib.data import DataError, Row, RowStream, buckets, order
-from dflash_lib.regenerate import generate, sensible
+from dflash_lib.generation import generate
+from dflash_lib.regenerate import sensible
 from dflash_lib.target import Target
 
 # Qwen3's way: earlier answers lose their thinking, the last one has a think block, thinking off closes it at once.

@@ -52,7 +52,9 @@ def test_the_notebook_leaves_what_it_promises(tmp_path, tiny, monkeypatch):
     outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error"]
     printed = "".join(
-        "".join(output["text"]) for output in outputs if output["output_type"] == "stream" and output["name"] == "stdout"
+        "".join(output["text"])
+        for output in outputs
+        if output["output_type"] == "stream" and output["name"] == "stdout"
     )
     for words in ("drafter-0 on cpu: loss", "drafter-1 on cpu: loss", "tokens a pass", "What to expect", "run folder:"):
         assert words in printed, printed
