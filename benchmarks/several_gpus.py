@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -342,8 +343,10 @@ def lab(options: argparse.Namespace) -> dict[str, Any]:
     return found | {"ok": found["thread_local"]["outcome"] == "ok"}
 
 
-PARTS = {"storm": storm, "equal": equal, "scaling": scaling, "dedicated": dedicated, "lab": lab}
-SECONDS = {"storm": 150, "equal": 90, "scaling": 420, "dedicated": 90, "lab": 300}
+PARTS = {"storm": storm, "equal": equal, "lab": lab, "scaling": scaling, "dedicated": dedicated}
+# Nothing is timed in these: on GPUs they wait for compilers most of the time, so they run beside each other.
+CORRECTNESS = ("storm", "equal", "lab")
+SECONDS = {"storm": 300, "equal": 200, "lab": 300, "scaling": 300, "dedicated": 90}
 
 
 def main() -> int:
@@ -370,11 +373,19 @@ def main() -> int:
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)
     end = time.monotonic() + options.budget
-    for part in options.parts:
-        left = end - time.monotonic()
+
+    def measure(part: str) -> None:
+        seconds = min(SECONDS[part] + 15, end - time.monotonic())
         results["parts"][part] = (
-            run_part(__file__, options, part, min(SECONDS[part] + 15, left)) if left > 20 else {"error": "no time left"}
+            run_part(__file__, options, part, seconds) if seconds > 20 else {"error": "no time left"}
         )
+
+    together = [part for part in options.parts if part in CORRECTNESS]
+    with ThreadPoolExecutor(max_workers=len(together) if options.device == "cuda" and together else 1) as pool:
+        list(pool.map(measure, together))
+    for part in options.parts:
+        if part not in together:
+            measure(part)
         options.out.write_text(json.dumps(results, indent=1))
     for part, result in results["parts"].items():
         short = {key: value for key, value in result.items() if key not in ("losses", "run_dir")}

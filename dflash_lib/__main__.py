@@ -96,7 +96,7 @@ def regenerate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; 0 is greedy.")] = 0.0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Conversations decoded together.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Conversations decoded together.")] = None,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda:0', ...")] = "auto",
     seed: int = 0,
     as_json: JsonFlag = False,
@@ -119,7 +119,7 @@ def regenerate(
         heldout_out=heldout_out,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        batch_size=batch_size,
+        batch=batch,
         seed=seed,
     )
     print(made)

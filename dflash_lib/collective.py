@@ -145,6 +145,16 @@ def join_nodes(timeout: float = 600.0) -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def from_first_node(key: str, make: Callable[[], str]) -> str:
+    """A text that the first process makes and all processes get; ``key`` must be another for each text."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return make()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(key, make())
+    return bytes(store.get(key)).decode()
+
+
 class Team:
     """The threads that share one drafter, thread ``rank`` on ``devices[rank]``; a device may repeat.
 
@@ -156,6 +166,7 @@ class Team:
         if len({device.type for device in devices}) > 1:
             raise ValueError(f"devices: a team cannot mix {sorted({d.type for d in devices})}")
         self.size = len(devices)
+        self._first = devices[0]
         self.across_nodes = across_nodes and dist.is_available() and dist.is_initialized()
         self.nodes = dist.get_world_size() if self.across_nodes else 1
         self.node = dist.get_rank() if self.across_nodes else 0
@@ -186,8 +197,8 @@ class Team:
         """The largest of each number over all nodes (at home: the numbers themselves). Call it in one thread."""
         if self.nodes == 1:
             return numbers
-        on_gpu = dist.get_backend() == "nccl"
-        tensor = torch.tensor(numbers, device=f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
+        # Always this team's first device, whichever thread came last: a communicator belongs to a device.
+        tensor = torch.tensor(numbers, device=self._first if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from . import compile_metrics, events, reasons
+from . import compile_metrics, compile_state, events, reasons
 
 PATIENCE = 0.05  # seconds a thread waits for the lock before it is said to wait
 REMEMBERED = 4096  # forward compiles whose backward may still come
@@ -70,7 +70,8 @@ class _Here(threading.local):
         self.frame: Any = None  # the frame being compiled
         self.settings: dict[str, str] = {}
         self.entries: int | None = None  # cache entries of its code, where others compiled while it waited
-        self.duplicate = False  # one of them fits the call that is about to be compiled again
+        self.duplicate = False  # one of them fits the call that is compiled all the same
+        self.missed: str | None = None  # or why none does, which torch does not say where it saw no entry
         self.all_reasons: list[str] | None = None
         self.pending: list[_Pending] = []
         self.entered: float | None = None  # time.time() at the start of a watched call
@@ -180,11 +181,11 @@ class Hub:
             self.flights.pop(threading.get_ident(), None)
             raise
         here.depth, here.frame = 1, frame
-        here.entries, here.duplicate = None, False
+        here.entries, here.duplicate, here.missed = None, False, None
         if frame is None and here.wait:
             here.waits.append((since, here.wait))
         try:
-            here.settings = _settings()
+            here.settings = compile_state.settings()
         except Exception as error:
             self._trouble(error)
         flight.waiting, flight.since = False, time.monotonic()
@@ -196,7 +197,7 @@ class Hub:
         try:
             # Not on entering: the compile waited for is stored in the cache only after its lock is given back.
             if here.frame is not None and here.wait and here.pending:
-                here.entries, here.duplicate = _look_up_again(here.frame)
+                here.entries, here.duplicate, here.missed = compile_state.look_up_again(here.frame)
         except Exception as error:
             self._trouble(error)
         lock.release()
@@ -239,9 +240,9 @@ class Hub:
         compile = compile_metrics.read(
             metrics,
             raised=raised,
-            all_reasons=pending.all_reasons,
+            all_reasons=pending.all_reasons or self._missed(metrics),
             value=value,
-            limit=_limit(),
+            limit=compile_state.limit(),
             forward=self._forwards.get(compile_id),
             waited_inside=waited_inside,
             duplicate=here.frame is not None and here.duplicate,
@@ -264,6 +265,11 @@ class Hub:
             while len(self._forwards) > REMEMBERED:
                 self._lanes.pop(self._forwards.popitem(last=False)[0], None)
         self._tell(lambda listener: listener.compiled(compile, wait, lane))
+
+    def _missed(self, metrics: Any) -> list[str] | None:
+        here = self.here
+        unexplained = here.frame is not None and getattr(metrics, "recompile_reason", None) is None
+        return [here.missed] if unexplained and here.missed else None
 
     def _waits(self, metrics: Any) -> tuple[float, float]:
         """Seconds waited for a compile that is reported outside the lock, and how many of them torch counted."""
@@ -312,38 +318,6 @@ def _put_back(module: Any, name: str, old: Any, new: Any) -> bool:
         return False
     setattr(module, name, old)
     return True
-
-
-def _limit() -> int | None:
-    import torch
-
-    return getattr(torch._dynamo.config, "recompile_limit", None)
-
-
-def _look_up_again(frame: Any) -> tuple[int | None, bool]:
-    """How many cache entries the frame's code has by now, and whether one of them fits it.
-
-    Dynamo looks before it waits for the lock and not again, so the same thing is compiled twice: a race duplicate.
-    """
-    from torch._C._dynamo import eval_frame
-
-    look_up = getattr(eval_frame, "_debug_get_cache_entry_list", None)
-    if look_up is None:
-        return None, False
-    entries = look_up(frame.f_code)
-    return len(entries), any(entry.guard_manager.check(frame.f_locals) for entry in entries)
-
-
-def _settings() -> dict[str, str]:
-    """Global settings Dynamo guards on, as the calling frame had them."""
-    import torch
-
-    return {
-        "grad_mode": str(torch.is_grad_enabled()),
-        "default_dtype": str(torch.get_default_dtype()),
-        "num_threads": str(torch.get_num_threads()),
-        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-    }
 
 
 hub = Hub()

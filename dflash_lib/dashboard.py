@@ -32,7 +32,7 @@ _live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # 
 
 
 class Dashboard:
-    """Shows a trainer's run while it goes on; ``display(Dashboard(trainer))`` before ``trainer.start()``.
+    """Shows a trainer's run while it goes on; ``display(Dashboard(trainer))`` before ``trainer.start()``, or after.
 
     When the run ends, before its waiting cell does, the last state is shown and left in the notebook as one PNG and
     one piece of plain HTML, and ``loss.png`` and ``dashboard.html`` are written into the run folder.
@@ -175,8 +175,8 @@ class Dashboard:
     def _read_what_is_there(self) -> dict[int, int]:
         """Folds in the log of a run that has begun; returns each node's last ``seq``, so that none counts twice."""
         seen: dict[int, int] = {}
-        if self._folder is not None and (self._folder / "events.jsonl").exists():
-            for event in read(self._folder / "events.jsonl"):
+        if self.run_dir is not None and (self.run_dir / "events.jsonl").exists():
+            for event in read(self.run_dir / "events.jsonl"):
                 self.board.apply(event)
                 seen[event["node"]] = max(event["seq"], seen.get(event["node"], -1))
         return seen
@@ -184,6 +184,9 @@ class Dashboard:
     def _look_at_machine(self) -> None:
         """Between events time goes on (a long compile), and memory is what the device says."""
         board = self.board
+        error = getattr(getattr(self._trainer, "run", None), "error", None)
+        if board.ended and error is not None:  # one raised before any thread ran is in no worker's event
+            board.error = board.error or f"{type(error).__name__}: {error}"
         if board.ended or board.state == "not started":
             return
         board.now = max(board.now, self._trainer.log.now())

@@ -41,7 +41,7 @@ class Ends:
         weight, head = embedding.to(device), target.head
         tied = head.weight.data_ptr() == embedding.data_ptr() and head.bias is None
         moved = Head(weight, None, head.softcap, head.scale) if tied else head.to(device)
-        return cls(weight, target._embedding_scale, moved, target.mask_token_id)
+        return cls(weight, target.embedding_scale, moved, target.mask_token_id)
 
     def embed(self, ids: Tensor) -> Tensor:
         """``ids [..]`` -> ``[.., H]``, as :meth:`Target.embed`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib.util
 import inspect
 import threading
@@ -14,7 +15,7 @@ import torch
 
 from dflash_lib.hazard import Hazard, PerThreadHazard
 from dflash_lib.per_thread import PerThreadGlobals
-from dflash_lib.rewriting import Constant, UnknownInternals, names_in, rewrite, take_back, torchs_own
+from dflash_lib.rewriting import Constant, Transform, UnknownInternals, names_in, rewrite, take_back, torchs_own
 
 _VARIABLES = ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag")
 _FLAGS = PerThreadGlobals(
@@ -37,6 +38,27 @@ class CompilingFlags(PerThreadHazard):
         if "_is_compiling_flag" not in _FLAGS.defaults:
             raise UnknownInternals("torch.compiler._is_compiling_flag")
         return True
+
+    def isolate(self) -> None:
+        super().isolate()
+        # Two contexts replace backward for the process, and the replacement insists on the (now per-thread) flag.
+        for name in ("_patch_autograd_grad", "_patch_engine_backward"):
+            context = vars(torch.compiler).get(name)
+            if context is not None:
+                rewrite(self, inspect.unwrap(context), _usual_for_others, None)
+
+    def undo(self) -> None:
+        take_back(self)
+        super().undo()
+
+
+def _usual_for_others(definition: ast.FunctionDef, constant: Constant) -> None:
+    """In a replacement of backward, "not tracing: raise" becomes "not tracing: call the original"."""
+    for replacement in ast.walk(definition):
+        if isinstance(replacement, ast.FunctionDef) and replacement is not definition:
+            for node in replacement.body:
+                if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+                    node.body = [copy.deepcopy(replacement.body[-1])]
 
 
 class HiddenStates(CompilingFlags):
@@ -143,13 +165,11 @@ def _inside(definition: ast.FunctionDef, constant: Constant) -> None:
     call = ast.Call(func=ast.Attribute(constant(), "context", ast.Load()), args=[], keywords=[])
     block = ast.With(items=[ast.withitem(context_expr=call)], body=definition.body)
     for node in (block, *ast.walk(call)):
-        if hasattr(node, "lineno") or isinstance(node, (ast.expr, ast.stmt)):
-            node.lineno = node.end_lineno = definition.lineno  # type: ignore[union-attr]
-            node.col_offset = node.end_col_offset = definition.col_offset  # type: ignore[union-attr]
+        ast.copy_location(node, definition)
     definition.body = [block]
 
 
-def _inner_inside(name: str):  # type: ignore[no-untyped-def]  # -> Transform
+def _inner_inside(name: str) -> Transform:
     """:func:`_inside` for the function of that name inside the given one."""
 
     def transform(definition: ast.FunctionDef, constant: Constant) -> None:

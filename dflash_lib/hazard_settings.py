@@ -8,6 +8,7 @@ import copy
 import gc
 import sys
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -57,8 +58,7 @@ def _setting_is_context_variable() -> bool:
     from torch._dynamo import config
 
     try:
-        entry = config._config["recompile_limit"]
-        value = entry.user_override
+        value = vars(config)["_config"]["recompile_limit"].user_override
     except (AttributeError, KeyError):
         raise UnknownInternals("torch._dynamo.config._config['recompile_limit'].user_override") from None
     return isinstance(value, contextvars.ContextVar)
@@ -89,7 +89,7 @@ class DynamicSettings(Hazard):
     where = "torch.utils._config_module.ConfigModule._make_closure_patcher"
 
     def __init__(self) -> None:
-        self._entries: type | None = None
+        self._entries: Any = None
 
     def present(self) -> bool:
         from torch.utils._config_module import ConfigModule
@@ -102,7 +102,8 @@ class DynamicSettings(Hazard):
         """What such a call changes is the calling thread's; what a program sets stays everybody's."""
         from torch.utils import _config_module
 
-        self._entries = entries = _config_module._ConfigEntry
+        entries: Any = _config_module._ConfigEntry
+        self._entries = entries
         per_thread = type("PerThreadEntry", (entries,), {"user_override": property(_own_or_shared, _set_shared)})
         self._per_thread = per_thread
         entries.thread_override = property(_own, lambda entry, value: _set_own(entry, value, per_thread))
@@ -114,38 +115,48 @@ class DynamicSettings(Hazard):
         if self._entries is None:
             return
         take_back(self)
-        del self._entries.thread_override  # type: ignore[attr-defined]
+        del self._entries.thread_override
         for entry in gc.get_referrers(self._per_thread):
             if isinstance(entry, self._per_thread):
-                entry.__class__ = self._entries  # type: ignore[assignment]
+                entry.__class__ = self._entries
         self._entries = None
 
 
+class _OwnValues(threading.local):
+    """What the calling thread's compiled calls have changed: id of the entry -> value."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Any] = {}
+
+
 _NOTHING = object()
-_own_values = threading.local()
+_own_values = _OwnValues()
 
 
 def _own(entry: Any) -> Any:
-    return vars(_own_values).get(id(entry), _NOTHING)
+    return _own_values.of.get(id(entry), _NOTHING)
 
 
 def _set_own(entry: Any, value: Any, per_thread: type) -> None:
     if type(entry) is not per_thread:
         entry.__class__ = per_thread
     if value is _NOTHING:
-        vars(_own_values).pop(id(entry), None)
+        _own_values.of.pop(id(entry), None)
     else:
-        vars(_own_values)[id(entry)] = value
+        _own_values.of[id(entry)] = value
 
 
 def _own_or_shared(entry: Any) -> Any:
     own = _own(entry)
-    return own if own is not _NOTHING else vars(entry).get("user_override", type(entry).__mro__[1].user_override)
+    if own is not _NOTHING:
+        return own
+    usual: Any = type(entry).__base__
+    return vars(entry).get("user_override", usual.user_override)
 
 
 def _set_shared(entry: Any, value: Any) -> None:
     if _own(entry) is not _NOTHING:
-        vars(_own_values)[id(entry)] = value
+        _own_values.of[id(entry)] = value
     else:
         vars(entry)["user_override"] = value
 
@@ -222,7 +233,7 @@ class RecompileLimit(Hazard):
             return size
 
         self._handle = convert_frame.register_bytecode_hook(makers.note)
-        convert_frame.compute_cache_size = compute_cache_size
+        convert_frame.compute_cache_size = compute_cache_size  # type: ignore[assignment]
 
     def undo(self) -> None:
         if self._original is not None:
@@ -251,10 +262,10 @@ class _Makers:
         self._of: dict[int, tuple[weakref.ref[Any], object]] = {}
         self._me = type("Me", (threading.local,), {"__init__": lambda self: setattr(self, "token", object())})()
 
-    def note(self, code: Any, compiled: Any) -> None:
+    def note(self, code: types.CodeType, new_code: types.CodeType) -> None:
         """A hook that Dynamo calls in the compiling thread for every new code object."""
-        number = id(compiled)
-        self._of[number] = (weakref.ref(compiled, lambda _: self._of.pop(number, None)), self._me.token)
+        number = id(new_code)
+        self._of[number] = (weakref.ref(new_code, lambda _: self._of.pop(number, None)), self._me.token)
 
     def is_another(self, compiled: Any) -> bool:
         """Whether a thread other than the calling one is known to have compiled this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -55,7 +55,13 @@ def by_name(name: str) -> Hazard:
     raise KeyError(f"no hazard {name!r}; there are {', '.join(hazard.name for hazard in ALL)}")
 
 
-def matrix(names: Sequence[str] | None = None, *, seconds: float = 2.0, timeout: float = 90.0) -> list[dict[str, Any]]:
+def matrix(
+    names: Sequence[str] | None = None,
+    *,
+    seconds: float = 2.0,
+    timeout: float = 90.0,
+    progress: Callable[[str], object] = lambda line: None,
+) -> list[dict[str, Any]]:
     """Every hazard with what this torch does: is it there, what happens unpatched, what happens patched.
 
     Runs each hazard's program twice, in watched subprocesses: a minute or three in all.
@@ -64,31 +70,30 @@ def matrix(names: Sequence[str] | None = None, *, seconds: float = 2.0, timeout:
         names: hazards, in this order; None: all.
         seconds: how long each program tries.
         timeout: seconds after which a program counts as hung.
+        progress: gets one line for each program that has ended.
 
     Returns:
         One dict a hazard: ``hazard, where, present, unpatched, patched, holds`` (the two outcomes as dicts);
         ``holds`` is whether isolation does what it says here: True, False, or None where nothing could be shown.
     """
     chosen = list(names) if names is not None else [hazard.name for hazard in ALL]
-    outcomes = [
-        dict(provocations.run_many(chosen, patched=patched, seconds=seconds, timeout=timeout))
-        for patched in (False, True)
-    ]
-    rows = []
-    for name in chosen:
-        hazard = by_name(name)
-        unpatched, patched = (each[name] for each in outcomes)
-        rows.append(
-            {
-                "hazard": name,
-                "where": hazard.where,
-                "present": hazard.present(),
-                "unpatched": asdict(unpatched),
-                "patched": asdict(patched),
-                "holds": _holds(hazard.present(), unpatched, patched),
-            }
-        )
-    return rows
+    outcomes: list[dict[str, Outcome]] = [{}, {}]
+    for patched in (False, True):
+        for name, outcome in provocations.run_many(chosen, patched=patched, seconds=seconds, timeout=timeout):
+            outcomes[patched][name] = outcome
+            progress(f"{'patched' if patched else 'unpatched'} {name}: {outcome.status} ({outcome.seconds:.1f} s)")
+    return [_row(by_name(name), *(each[name] for each in outcomes)) for name in chosen]
+
+
+def _row(hazard: Hazard, unpatched: Outcome, patched: Outcome) -> dict[str, Any]:
+    return {
+        "hazard": hazard.name,
+        "where": hazard.where,
+        "present": hazard.present(),
+        "unpatched": asdict(unpatched),
+        "patched": asdict(patched),
+        "holds": _holds(hazard.present(), unpatched, patched),
+    }
 
 
 def _holds(present: bool, unpatched: Outcome, patched: Outcome) -> bool | None:
@@ -126,7 +131,7 @@ def main_text(*, as_json: bool = False, names: Sequence[str] | None = None, seco
         names: only these hazards.
         seconds: how long each program tries.
     """
-    rows = matrix(names, seconds=seconds)
+    rows = matrix(names, seconds=seconds, progress=lambda line: print(line, file=sys.stderr, flush=True))
     text = table(rows)
     if as_json:
         text += "\n" + json.dumps({"v": 1, "torch": torch.__version__, "device": _device(), "hazards": rows})

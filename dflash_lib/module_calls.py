@@ -124,7 +124,7 @@ class _CodeSwitch(_Switch):
     test below to False and sees the original code.
     """
 
-    def __init__(self, function: types.FunctionType) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
         self._plain = function.__code__
@@ -133,7 +133,7 @@ class _CodeSwitch(_Switch):
             self._plain, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         functools.update_wrapper(self.undispatched, function)
-        del self.undispatched.__wrapped__
+        del vars(self.undispatched)["__wrapped__"]
 
     def turn_on(self) -> None:
         self.function.__code__ = self._dispatching

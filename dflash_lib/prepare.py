@@ -147,6 +147,9 @@ def load(
             heldout=heldout,
         )
     on_device = {place: target.to(place) for place in dict.fromkeys(target_places or places)}
+    for place in on_device:
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)  # threads read the weights on streams of their own
     drafter = DrafterConfig.from_target(on_device[(target_places or places)[0]], config)
     if target.dtype == torch.float64:  # proofs run in double precision from end to end
         drafter = dataclasses.replace(drafter, dtype=torch.float64)

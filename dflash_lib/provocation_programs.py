@@ -21,9 +21,6 @@ from dflash_lib.lanes import own_entry_point, run_in_thread
 Result = tuple[int, int, str]
 ENOUGH = 20
 
-# Unpatched, these leave torch in a state that the next program would suffer from.
-LEAVES_DAMAGE = frozenset({"module-calls", "compilation-environment", "dynamic-settings", "defaults", "generators"})
-
 
 class NotApplicable(Exception):
     """The program needs something that is not here (a GPU, a library)."""
@@ -346,6 +343,6 @@ def hidden_states(seconds: float) -> Result:
     return faults.result("forwards returned wrong hidden states")
 
 
-def same_named(function: types.FunctionType) -> types.FunctionType:
+def same_named(function: Any) -> types.FunctionType:
     """A copy with a code object of its own and the same name."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

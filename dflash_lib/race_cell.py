@@ -67,8 +67,8 @@ class Cell:
         self.spec = spec
         self.strategy = race_strategies.CLASSES[spec["strategy"]]()
         self.strategy.prepare()
-        options = {name: spec[name] for name in ("device", "threads", "backend", "repeat", "same_lengths")}
-        self.context = Context(self.strategy, **options)
+        options = ("device", "threads", "backend", "repeat", "same_lengths", "shift", "kernels")
+        self.context = Context(self.strategy, **{name: spec[name] for name in options})
         self.lanes = [f"drafter-{index}" for index in range(spec["threads"])]
         self.attempts: Counter[str] = Counter()
         self.done: Counter[str] = Counter()

@@ -100,6 +100,8 @@ def run(
     backend: str | None = None,
     repeat: int = 2,
     same_lengths: bool = False,
+    shift: int = 0,
+    kernels: bool = False,
     compare: bool = True,
     stall: float = 15.0,
     timeout: float = 120.0,
@@ -115,6 +117,8 @@ def run(
         backend: of torch.compile; None: ``aot_eager`` on a CPU, ``inductor`` on CUDA.
         repeat: steps a lane does at one row length before it takes the next.
         same_lengths: all lanes take the same lengths; else each lane is a length ahead of the one before it.
+        shift: how many lengths later the lengths begin (to go on where another cell ended).
+        kernels: on a CPU, compile pointwise work around the attention too, so that Inductor writes kernels.
         compare: also run each lane alone, and compare the losses bit for bit (compile_storm).
         stall: seconds without any progress that count as a hang.
         timeout: seconds after which the process writes its stacks and dies, whatever it is doing.
@@ -129,7 +133,7 @@ def run(
     backend = backend or ("aot_eager" if device == "cpu" else "inductor")
     spec: dict[str, Any] = {"strategy": strategy, "workload": workload, "device": device, "backend": backend}
     spec |= {"steps": steps, "seconds": seconds, "threads": threads, "repeat": repeat, "compare": compare}
-    spec |= {"same_lengths": same_lengths, "stall": stall, "timeout": timeout}
+    spec |= {"same_lengths": same_lengths, "shift": shift, "kernels": kernels, "stall": stall, "timeout": timeout}
     package = Path(__file__).resolve().parent
     paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}

@@ -36,6 +36,8 @@ class Context:
     backend: str = "aot_eager"
     repeat: int = 2  # steps done at a length before it changes
     same_lengths: bool = False  # all lanes take the same lengths in the same order
+    shift: int = 0  # how many lengths later the lengths begin
+    kernels: bool = False  # the compiled function has pointwise work too, for which Inductor writes kernels of its own
     compiles: Counter[str] = field(default_factory=Counter)  # forward graphs handed to the backend, by thread name
 
     def compile(self, function: Callable[..., Any], lane: str) -> Callable[..., Any]:
@@ -52,6 +54,11 @@ class Context:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention over [R, heads, S, d] with a dense mask: what a CPU compiles."""
     return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def sdpa_with_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """:func:`sdpa` between two pointwise parts, which a backend has to write code for."""
+    return torch.tanh(sdpa(nn.functional.normalize(q, dim=-1), k, v, mask)) * torch.sigmoid(v)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -119,7 +126,8 @@ class CompileStorm(Workload):
     def length(self, index: int, step: int) -> int:
         """The row length of a lane's step: another one every ``repeat`` steps, never used before by this lane."""
         first, stride = (128, 16) if self.context.device != "cpu" else (8, 1)
-        return first + stride * (step // self.context.repeat + (0 if self.context.same_lengths else index))
+        number = self.context.shift + step // self.context.repeat + (0 if self.context.same_lengths else index)
+        return first + stride * number
 
     def mask(self, length: int) -> Any:
         if self.context.device == "cpu":
@@ -130,7 +138,8 @@ class CompileStorm(Workload):
 
     def lane(self, lane: str, index: int) -> Callable[[int], float]:
         context, device = self.context, self.context.device
-        compiled = context.compile(sdpa if device == "cpu" else flex, lane)
+        on_cpu = sdpa_with_kernels if context.kernels else sdpa
+        compiled = context.compile(on_cpu if device == "cpu" else flex, lane)
 
         def attention(*args: Any) -> Tensor:
             with context.strategy.call(lane):

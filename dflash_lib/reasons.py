@@ -85,6 +85,7 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
             Dynamo's own text has only what was expected of Python values.
     """
     text = re.sub(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*", "", text).strip()
+    text = re.sub(r"\bL\[\s*['\"](\w+)['\"]\s*\]", r"\1", text)  # Dynamo's name for the local variables
     head = text.split("\nUser stack trace:", 1)[0]
     body, _, comment = head.partition("  #")
     body = body.strip()

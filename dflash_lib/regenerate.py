@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from dflash_lib.chat import render, user_header
-from dflash_lib.conversations import Conversation, DataError, read
+from dflash_lib.conversations import Conversation, DataError, Message, read
+from dflash_lib.generation import generate
 from dflash_lib.target import Target
 
 _CPU_BATCH, _CUDA_BATCH = 24, 512
@@ -38,9 +37,9 @@ def regenerate(
     heldout: int = 0,
     heldout_out: str | Path | None = None,
     max_new_tokens: int = 128,
-    max_turn_tokens: int = 96,
+    max_turn_tokens: int = 64,
     temperature: float = 0.0,
-    turn_temperature: float = 0.9,
+    turn_temperature: float = 0.8,
     seed: int = 0,
     thinking: bool | None = None,
     batch: int | None = None,
@@ -163,16 +162,16 @@ class _Writer:
     def answer(self, first: int, prompts: Sequence[Conversation]) -> list[_Written]:
         """The prompts' user turns, each answered before the next is asked. An answer cut at the limit ends it."""
         written = [_Written([]) for _ in prompts]
-        asked = [[message for message in prompt.messages if message.role != "assistant"] for prompt in prompts]
+        asked = [_asked(prompt) for prompt in prompts]
         for position in range(max(map(len, asked))):
             live: list[int] = []
             for row, messages in enumerate(asked):
                 done = written[row].messages
                 if done is None or position >= len(messages) or (done and done[-1].get("finish_reason") == "length"):
                     continue
-                done.append({"role": messages[position].role, "content": messages[position].content})
-                following = [message.role for message in messages[position + 1 : position + 2]]
-                if messages[position].role == "user" and following != ["user"]:
+                message, to_answer = messages[position]
+                done.append({"role": message.role, "content": message.content})
+                if to_answer:
                     live.append(row)
             self._answer_last(written, range(first, first + len(prompts)), live)
         return [
@@ -220,70 +219,6 @@ class _Writer:
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-@torch.no_grad()
-def generate(
-    target: Target, prompts: list[list[int]], draws: Sequence[random.Random], *, max_new_tokens: int, temperature: float
-) -> list[tuple[list[int], bool]]:
-    """Continues each prompt: (new tokens without the stop token, whether a stop token ended it).
-
-    Batched with a cache, prompts padded on the left; rows that have ended are dropped from the batch once they are
-    half of it. Not speculative: this is the text that drafters are trained on.
-    """
-    from transformers import DynamicCache
-
-    if not prompts:
-        return []
-    device, width = target.device, max(map(len, prompts))
-    stop = torch.tensor(target.stop_ids, device=device)
-    ids = torch.full((len(prompts), width), target.stop_ids[0] if target.stop_ids else 0, device=device)
-    mask = torch.zeros(len(prompts), width + max_new_tokens, dtype=torch.long, device=device)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
-        mask[row, width - len(prompt) : width] = 1
-    positions = (mask[:, :width].cumsum(-1) - 1).clamp_min(0)
-    cache = DynamicCache()
-    rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch is
-    alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    new = torch.full((len(prompts), max_new_tokens), -1, dtype=torch.long, device=device)
-    for step in range(max_new_tokens):
-        logits = target.model(
-            input_ids=ids, attention_mask=mask[:, : width + step], position_ids=positions,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
-        ).logits[:, -1]  # fmt: skip
-        token = _draw(logits, [draws[row] for row in rows.tolist()] if temperature > 0 else [], temperature)
-        new[rows[alive], step] = token[alive]
-        alive &= ~torch.isin(token, stop)
-        if step % 8 == 7:  # looking costs a synchronisation with the device
-            left = int(alive.sum())
-            if left == 0:
-                break
-            if left <= 0.5 * len(rows):
-                keep = alive.nonzero().flatten()
-                cache.batch_select_indices(keep)
-                rows, alive, token, mask, positions = rows[keep], alive[keep], token[keep], mask[keep], positions[keep]
-        ids, positions = token[:, None], positions[:, -1:] + 1
-        mask[:, width + step] = 1
-    return [_until_stop(row, set(target.stop_ids)) for row in new.tolist()]
-
-
-def _draw(logits: Tensor, draws: list[random.Random], temperature: float) -> Tensor:
-    """The best token, or one by inverting the distribution at a uniform number of the row's own generator."""
-    if temperature <= 0:
-        return logits.argmax(-1)
-    sums = (logits.float() / temperature).softmax(-1).cumsum(-1)
-    uniform = torch.tensor([draw.random() for draw in draws], device=logits.device)[:, None]
-    return torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-
-
-def _until_stop(tokens: list[int], stop: set[int]) -> tuple[list[int], bool]:
-    for position, token in enumerate(tokens):
-        if token in stop:
-            return tokens[:position], True
-        if token < 0:
-            return tokens[:position], False
-    return tokens, False
 
 
 @dataclass
@@ -346,6 +281,16 @@ class _Work:
 
     def reasons(self) -> str:
         return ", ".join(f"{reason} {count}" for reason, count in self.left_out.most_common())
+
+
+def _asked(prompt: Conversation) -> list[tuple[Message, bool]]:
+    """The messages that are not answers, and whether each is to be answered: a user's, unless the user goes on."""
+    following = [message.role for message in prompt.messages[1:]] + ["assistant"]
+    return [
+        (message, message.role == "user" and after != "user")
+        for message, after in zip(prompt.messages, following, strict=True)
+        if message.role != "assistant"
+    ]
 
 
 def _prompts(

@@ -50,12 +50,13 @@ _rewritten: dict[types.FunctionType, _Rewritten] = {}
 
 
 def rewrite(
-    owner: object, function: types.FunctionType, transform: Transform, constant: Any, *, makes_functions: bool = False
+    owner: object, function: Any, transform: Transform, constant: Any, *, makes_functions: bool = False
 ) -> None:
     """Changes a function's code, on top of the changes that others have made to it.
 
     Args:
         owner: who asks; :func:`take_back` takes back all that this owner asked for, in any order among owners.
+        function: a Python function of torch.
         transform: gets the function's tree and a callable that makes an expression standing for ``constant``.
         constant: the object itself, of any type.
         makes_functions: whether functions that ``function`` has made (what a decorator returned, closures) are in

@@ -61,7 +61,9 @@ class Target:
         layer_ids: the K layers whose outputs are the features; id l is ``hidden_states[l + 1]`` of transformers.
         mask_token_id: the id fed into masked slots; the embedding has a row for it.
         stop_ids: ids that end an answer.
-        head: the output layer.
+        head: the output layer. embedding_scale: the factor on embedding rows, where the model's forward applies one.
+        cache_name: what this transformers calls the argument with the key/value cache (``past_key_values``, or the
+            later ``cache``).
     """
 
     def __init__(
@@ -88,9 +90,8 @@ class Target:
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.layer_ids = check_layers(name, target_layers, self.num_layers, target_features)
-        # transformers 5.2x renames past_key_values to cache.
         named = inspect.signature(self.decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size = self._weight.shape[0]
         self.mask_token_id = choose_mask_token(tokenizer, self.vocab_size, mask_token, name)
@@ -98,7 +99,7 @@ class Target:
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(_hook(index))
         self.head = find_head(model, self.config, name)
-        self._embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
+        self.embedding_scale = measure_embedding(self.decoder, self.layers[0], self.embedding, self._probe_ids(), name)
         self._compare_head()
 
     def __repr__(self) -> str:
@@ -161,7 +162,7 @@ class Target:
                     attention_mask=mask,
                     position_ids=positions,
                     use_cache=False,
-                    **{self._cache_name: _keeps_nothing()},
+                    **{self.cache_name: _keeps_nothing()},
                 ).last_hidden_state
         return Features(self.join(outputs), hidden)
 
@@ -191,7 +192,7 @@ class Target:
         """``ids [..]`` -> ``[.., H]``, what the first layer reads (scaled where the family scales). No gradient."""
         with torch.no_grad():
             embedded = self.embedding(ids.to(self.device))
-            return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+            return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden [.., H]`` after the final norm -> ``[.., V]``."""

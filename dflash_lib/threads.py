@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from . import checkpoint, collective, data, evaluate, events, fx_patch, prepare,
 from .blocks import block_mask, context_positions, draw_anchors, make_blocks, visible_dense
 from .collective import Channel, Team
 from .compile_monitor import CompileMonitor
-from .config import RunConfig
+from .config import ConfigError, RunConfig
 from .control import Control, Request, Wishes
 from .drafter import Drafter
 from .events import EventLog
@@ -76,6 +77,7 @@ class DrafterWorker(Worker):
                 rows=sum(row_id >= 0 for batch in batches for row_id in batch.row_ids),
                 lr=replica.lr,
                 bucket=max(batch.bucket for batch in batches),
+                memory_gib=self.memory_gib(),
             )
             self.watch_for_drift(replica)
         self.finish(replica, stopped=wishes.stop)
@@ -137,6 +139,12 @@ class DrafterWorker(Worker):
             self.reporter.step = replica.step
         self.reporter.show("running")
         return replica
+
+    def memory_gib(self) -> float | None:
+        """Memory in use on this thread's GPU, by all threads of this process; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return round(torch.cuda.memory_allocated(self.device) / 2**30, 3)
 
     def finish(self, replica: Replica, *, stopped: bool) -> None:
         self.reporter.flush()
@@ -200,6 +208,7 @@ class DrafterWorker(Worker):
             {"heldout": self.trainer.ready.prompts},
             temperature=self.config.temperature,
             max_new_tokens=self.config.evaluate_tokens,
+            graphs=False,  # nothing is captured while other threads launch
             step=replica.step,
         )
         names = ("name", "prompts", "tau_mean", "tau_pooled", "ci95", "speedup")
@@ -255,7 +264,10 @@ class Trainer:
         self.target_devices = prepare.target_devices(config)
         self.all_devices = [*self.devices, *self.target_devices]
         self.lanes = [f"drafter-{index}" for index in range(len(self.devices))]
-        self.run_dir = prepare.run_dir(config)
+        if self.nodes > 1 and config.mode == "independent":
+            raise ConfigError("mode: 'independent' trains in one process; start it without torchrun")
+        key = f"dflash/run_dir/{self.number}"
+        self.run_dir = Path(collective.from_first_node(key, lambda: str(prepare.run_dir(config))))
         path = self.run_dir / "events.jsonl"
         self.log = EventLog(path, attempt=events.next_attempt(path), node=self.node)
         self.monitor = CompileMonitor(self.log)

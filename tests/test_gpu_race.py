@@ -13,8 +13,17 @@ ROOT = Path(__file__).parents[1]
 
 def test_its_cpu_twin_measures_every_claim(tmp_path: Path) -> None:
     out = tmp_path / "race.json"
-    command = [sys.executable, "benchmarks/gpu_race.py", "--device", "cpu", "--tiny", "--out", str(out)]
-    command += ["--strategies", "none", "thread_local", "--workloads", "compile_storm", "shared_gpu_backward"]
+    command = [sys.executable, "benchmarks/gpu_race.py", "--device", "cpu", "--tiny", "--parallel", "2"]
+    command += [
+        "--out",
+        str(out),
+        "--strategies",
+        "none",
+        "thread_local",
+        "--workloads",
+        "compile_storm",
+        "shared_gpu_backward",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
     claims = json.loads(out.read_text())["claims"]
     assert claims["a_crash"]["fails_unpatched"] and claims["a_crash"]["holds_patched"]

@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +45,62 @@ def made_up(strategy: str = "none", workload: str = "make_fx", outcome: str = "o
     return Result(strategy, workload, "cpu", 3, outcome, **{**known, **values})  # type: ignore[arg-type]
 
 
-def run(strategy: str, workload: str, **options: object) -> Result:
-    """A small real cell."""
-    sizes = {"steps": 6, "threads": 2, "seconds": 60.0, "stall": 4.0}
-    return race_lab.run(strategy, workload, **{**sizes, **options})  # type: ignore[arg-type]
+# Every real cell of this module, by a name of ours: they run two at a time, the long ones first.
+CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # 4 lanes, a new length each step: 104 forward graphs are 100 recompiles, with as many backward graphs
+    "soak": (
+        "thread_local",
+        "compile_storm",
+        {"threads": 4, "steps": 26, "repeat": 1, "stall": 60.0, "seconds": 500.0},
+    ),
+    "soak inductor": (
+        "thread_local",
+        "compile_storm",
+        {"threads": 4, "steps": 4, "repeat": 1, "backend": "inductor", "stall": 240.0, "seconds": 500.0},
+    ),
+    "storm none": ("none", "compile_storm", {}),
+    "storm thread_local": ("thread_local", "compile_storm", {}),
+    "trace none": ("none", "symbolic_trace", {"steps": 10}),
+    "trace exec_lock": ("exec_lock", "symbolic_trace", {"steps": 10}),
+    "trace warmup_lock": ("warmup_lock", "symbolic_trace", {"steps": 10}),
+    "trace main_thread_warmup": ("main_thread_warmup", "symbolic_trace", {"steps": 10}),
+    "trace module_wrapper": ("module_wrapper", "symbolic_trace", {"steps": 10}),
+    "make_fx none": ("none", "make_fx", {"steps": 10}),
+    "make_fx thread_local": ("thread_local", "make_fx", {"steps": 10}),
+    "symbolic_trace thread_local": ("thread_local", "symbolic_trace", {"steps": 10}),
+    "unpickle_graph_module thread_local": ("thread_local", "unpickle_graph_module", {"steps": 10}),
+    "shared none": ("none", "shared_gpu_backward", {"steps": 20}),
+    "shared warmup_lock": ("warmup_lock", "shared_gpu_backward", {"steps": 20}),
+    "shared thread_local": ("thread_local", "shared_gpu_backward", {"stall": 30.0}),
+    "endless": ("none", "compile_storm", {"steps": 10_000, "stall": 1000.0, "timeout": 10.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def cell(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Result]]:
+    """The result of a named cell. Cells that a chosen test does not need are not run."""
+    chosen = {item.callspec.params.get("name") if hasattr(item, "callspec") else None for item in request.session.items}
+    chosen |= {name for item in request.session.items for name in getattr(item.function, "cells", ())}
+    sizes = {"steps": 6, "threads": 2, "seconds": 90.0, "stall": 4.0, "timeout": 550.0}
+    with ThreadPoolExecutor(2) as pool:
+        running = {
+            name: pool.submit(race_lab.run, strategy, workload, **{**sizes, **options})
+            for name, (strategy, workload, options) in CELLS.items()
+            if name in chosen
+        }
+        yield lambda name: running[name].result()
+        for future in running.values():
+            future.cancel()
+
+
+def needs(*names: str) -> Callable[[Any], Any]:
+    """Says which cells a test looks at."""
+
+    def mark(test: Any) -> Any:
+        test.cells = names
+        return test
+
+    return mark
 
 
 # --- words and pictures -------------------------------------------------------------------------------------------
@@ -133,8 +187,12 @@ def test_the_picture_holds_every_cell_and_the_units(tmp_path: Path, suffix: str)
 
 
 # --- real cells ---------------------------------------------------------------------------------------------------
-def test_threads_that_compile_change_each_other_and_isolated_ones_do_not() -> None:
-    free, isolated = run("none", "compile_storm"), run("thread_local", "compile_storm")
+Cell = Callable[[str], Result]
+
+
+@needs("storm none", "storm thread_local")
+def test_threads_that_compile_change_each_other_and_isolated_ones_do_not(cell: Cell) -> None:
+    free, isolated = cell("storm none"), cell("storm thread_local")
     if free.features["is_compiling_held_while_compiling"]:  # 2.13 on: silent
         assert free.outcome == "leaks" and free.leaks["is_compiling_seen"] > 0.3
         assert free.differences is not None and free.differences["lanes"] > 0
@@ -145,39 +203,54 @@ def test_threads_that_compile_change_each_other_and_isolated_ones_do_not() -> No
     assert isolated.differences == {"lanes": 0, "steps": 12, "largest": 0.0}
 
 
-@pytest.mark.parametrize("strategy", ["none", "exec_lock", "warmup_lock", "main_thread_warmup", "module_wrapper"])
-def test_no_lock_warm_up_or_stand_in_protects_from_a_trace(strategy: str) -> None:
-    result = run(strategy, "symbolic_trace", steps=10)
+@pytest.mark.parametrize(("name", "recompiles"), [("soak", 100), ("soak inductor", 12)])
+def test_four_threads_that_recompile_have_the_losses_each_has_alone(cell: Cell, name: str, recompiles: int) -> None:
+    """The small form of tests/soak: default AdamW, forward and backward, own code objects, every step a new length."""
+    result = cell(name)
+    assert result.outcome == "ok" and not result.errors, result
+    assert result.steps_done == result.steps_planned == result.compiles == recompiles + 4
+    assert result.differences == {"lanes": 0, "steps": recompiles + 4, "largest": 0.0}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["trace none", "trace exec_lock", "trace warmup_lock", "trace main_thread_warmup", "trace module_wrapper"],
+)
+def test_no_lock_warm_up_or_stand_in_protects_from_a_trace(cell: Cell, name: str) -> None:
+    result = cell(name)
     assert result.outcome == "errors", result
     assert result.errors[TRACER] > 0
     assert 0 < result.steps_done < result.steps_planned  # first steps went well: what was protected, was protected
-    if strategy == "main_thread_warmup":
+    if result.strategy == "main_thread_warmup":
         assert result.costs["compiles_in_main"] == 1 and result.costs["lanes_that_compiled_again"] == 2
         assert {"autocast", "grad mode"} <= set(result.costs["stays_in_main"])
         assert ("recompile_limit" in result.costs["stays_in_main"]) == result.features["settings_stay_in_their_thread"]
-    if strategy == "module_wrapper":
+    if result.strategy == "module_wrapper":
         assert result.costs["reaches_the_tracer"] is (False if result.features["tracing_flag_is_global"] else None)
 
 
-def test_a_tracing_thread_makes_compiled_calls_of_others_raise() -> None:
-    result = run("none", "make_fx", steps=10)
+@needs("make_fx none")
+def test_a_tracing_thread_makes_compiled_calls_of_others_raise(cell: Cell) -> None:
+    result = cell("make_fx none")
     if result.features["tracing_flag_is_global"]:
         assert result.errors[FLAG] > 0 and "dynamo-optimized function" in result.examples[FLAG]
     else:
         assert FLAG not in result.errors
 
 
-@pytest.mark.parametrize("workload", ["make_fx", "symbolic_trace", "unpickle_graph_module"])
-def test_isolated_threads_do_not_see_a_trace(workload: str) -> None:
-    result = run("thread_local", workload, steps=10)
+@pytest.mark.parametrize(
+    "name", ["make_fx thread_local", "symbolic_trace thread_local", "unpickle_graph_module thread_local"]
+)
+def test_isolated_threads_do_not_see_a_trace(cell: Cell, name: str) -> None:
+    result = cell(name)
     assert result.outcome == "ok", result
     assert result.traces > 0 and result.steps_done == result.steps_planned == 400
     assert result.leaks["reads"] > 0 and not result.leaks["left_behind"]
 
 
-@pytest.mark.parametrize("strategy", ["none", "warmup_lock"])
-def test_threads_that_share_a_device_thread_hang_and_the_stacks_show_the_cycle(strategy: str) -> None:
-    result = run(strategy, "shared_gpu_backward", steps=20)
+@pytest.mark.parametrize("name", ["shared none", "shared warmup_lock"])
+def test_threads_that_share_a_device_thread_hang_and_the_stacks_show_the_cycle(cell: Cell, name: str) -> None:
+    result = cell(name)
     assert result.outcome == "hang" and result.imitated, result
     holder = [name for name, frames in result.stacks.items() if any("call_user_compiler" in f for f in frames)]
     assert holder and result.stacks[holder[0]][-1].endswith(" run")  # compiles, waits for the device's thread
@@ -185,27 +258,25 @@ def test_threads_that_share_a_device_thread_hang_and_the_stacks_show_the_cycle(s
     assert "compile_lock" in race_lab.explain(result)
 
 
-def test_isolated_threads_that_share_a_device_thread_end() -> None:
-    result = run("thread_local", "shared_gpu_backward", stall=30.0)
+@needs("shared thread_local")
+def test_isolated_threads_that_share_a_device_thread_end(cell: Cell) -> None:
+    result = cell("shared thread_local")
     assert result.outcome == "ok", result
     assert result.compiles == 6
 
 
 def test_a_dying_process_is_a_result(tmp_path: Path) -> None:
-    killer = "import os, signal, threading; threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGSEGV)).start()"
+    killer = "import os, signal, threading; threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGSEGV)).start()"
     (tmp_path / "sitecustomize.py").write_text(killer)
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    result = run("none", "compile_storm", steps=10_000, environment={"PYTHONPATH": paths})
+    result = race_lab.run("none", "compile_storm", steps=10_000, environment={"PYTHONPATH": paths})
     assert result.outcome == "crash" and result.exit_code == -11
-    assert result.stacks and race_lab.explain(result).startswith("none under compile_storm: the process died")
+    assert race_lab.explain(result).startswith("none under compile_storm: the process died")
     json.dumps(result.to_dict())
 
 
-def test_the_last_watchdog_needs_nobody_to_be_awake() -> None:
-    result = run("none", "compile_storm", steps=10_000, stall=1000.0, timeout=8.0)
+@needs("endless")
+def test_the_last_watchdog_needs_nobody_to_be_awake(cell: Cell) -> None:
+    result = cell("endless")
     assert result.outcome == "hang"
     assert any("race_cell.py" in frame for frames in result.stacks.values() for frame in frames)
-
-
-def test_no_thread_of_ours_is_left() -> None:
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("drafter-")] == []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sqlite3
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_trainer import FakeTrainer
 
 from dflash_lib import sinks
 from dflash_lib.config import ConfigError, RunConfig
+from dflash_lib.events import read
 
 
 def trainer(tmp_path: Path) -> FakeTrainer:
@@ -20,8 +24,6 @@ def trainer(tmp_path: Path) -> FakeTrainer:
 
 
 def losses(run: FakeTrainer, thread: str) -> list[tuple[int, float]]:
-    from dflash_lib.events import read
-
     found = read(run.run_dir / "events.jsonl")
     return [(e["step"], e["loss"]) for e in found if e["kind"] == "step" and e["thread"] == thread]
 
@@ -36,35 +38,38 @@ def test_tensorboard_reads_what_was_written_live_and_afterwards(tmp_path: Path) 
     for name in ("live", "after"):
         log = EventAccumulator(str(tmp_path / name))
         log.Reload()
-        read = [(s.step, s.value) for s in log.Scalars("loss/drafter-1")]
-        assert read == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(run, "drafter-1")]
+        found = [(s.step, s.value) for s in log.Scalars("loss/drafter-1")]
+        assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(run, "drafter-1")]
         assert log.Scalars("compile_seconds/drafter-0")[-1].value >= 0.02
         assert log.Scalars("tokens_per_s/drafter-0")[0].value == pytest.approx(512 / 0.01)
 
 
-def test_trackio_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sent: list[tuple[dict[str, float], int]] = []
-
-    class Run:
-        def log(self, values: dict[str, float], step: int) -> None:
-            sent.append((values, step))
-
-        def finish(self) -> None:
-            sent.append(({}, -1))
-
-    import trackio
-
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(trackio, "init", lambda **k: asked.update(k) or Run())
-    run = trainer(tmp_path)
-    sinks.follow(run, sinks.Trackio("drafters", "one", {"lr": 0.1}))
-    run.start().join()
-    assert (asked["project"], asked["name"], asked["config"]) == ("drafters", "one", {"lr": 0.1})
-    got = [(step, values["loss/drafter-0"]) for values, step in sent if "loss/drafter-0" in values]
-    assert got == losses(run, "drafter-0")
-    assert sent[-1] == ({}, -1)
+def test_trackio_keeps_them(tmp_path: Path) -> None:
+    """In a process of its own: trackio chooses its folder when it is imported."""
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_sinks import sinks, trainer
+run = trainer(Path({str(tmp_path)!r}))
+sinks.follow(run, sinks.Trackio("drafters", "one", {{"lr": 0.1}}, auto_log_cpu=False, auto_log_gpu=False))
+run.start().join()
+"""
+    here = {
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **here}, capture_output=True, text=True, check=True)
+    [folder] = tmp_path.glob("sinks-*")
+    with sqlite3.connect(tmp_path / "trackio" / "drafters.db") as database:
+        rows = database.execute("select step, metrics from metrics where run_name = 'one' order by id").fetchall()
+    kept = [(step, json.loads(values)) for step, values in rows]
+    wanted = [
+        (e["step"], e["loss"])
+        for e in read(folder / "events.jsonl")
+        if e["kind"] == "step" and e["thread"] == "drafter-0"
+    ]
+    assert [(step, values["loss/drafter-0"]) for step, values in kept if "loss/drafter-0" in values] == wanted
 
 
 def test_a_sink_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,38 @@ def test_n_threads_of_b_rows_are_one_thread_of_n_times_b(tmp_path, dtype, tolera
     torch.testing.assert_close(masters(three.run_dir), masters(one.run_dir), rtol=1e3 * tolerance, atol=tolerance)
     for step in range(1, 7):  # every thread reports the same step
         assert len({e["loss_all"] for e in of_kind(three.run_dir, "step") if e["step"] == step}) == 1
+
+
+NODE = """
+import sys; sys.path.insert(0, {tests!r})
+from dflash_lib import fx_patch; fx_patch.install()
+import torch; torch.set_num_threads(1)
+from trainers import *
+from dflash_lib.threads import Trainer
+config = tiny_config({run_dir!r}, compile=False, devices=["cpu"], checkpoint_every=2)
+Trainer(config, target=tiny_target(torch.float64), dataset=rows(), heldout=rows(2)).start().join()
+"""
+
+
+def test_two_processes_of_one_thread_are_two_threads_of_one_process(tmp_path):
+    """Under torchrun: one folder, one checkpoint, the same steps; the nodes average through torch.distributed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = NODE.format(tests=str(Path(__file__).parent), run_dir=str(tmp_path / "nodes"))
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": port, "WORLD_SIZE": "2"}
+    nodes = [subprocess.Popen([sys.executable, "-c", script], env={**common, "RANK": rank}) for rank in "01"]
+    together = train(tmp_path / "together", dtype=torch.float64)
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    steps = of_kind(tmp_path / "nodes", "step")
+    assert {(event["node"], event["step"]) for event in steps} == {(n, s) for n in (0, 1) for s in range(1, 7)}
+    for node in (0, 1):
+        found = [event["loss_all"] for event in steps if event["node"] == node]
+        assert found == pytest.approx(losses(together.run_dir), rel=1e-11)
+    torch.testing.assert_close(masters(tmp_path / "nodes"), masters(together.run_dir), rtol=1e-8, atol=1e-11)
+    assert runs.read_status(tmp_path / "nodes")["state"] == "completed"
+    assert not of_kind(tmp_path / "nodes", "alarm")
 
 
 def test_accumulation_is_a_bigger_batch(tmp_path):
@@ -299,6 +332,17 @@ def test_pause_holds_resume_goes_on_checkpoint_and_stop_work_meanwhile(tmp_path)
     assert run.state == "stopped"
 
 
+def test_evaluation_at_a_boundary_is_an_event_and_changes_nothing(tmp_path):
+    plain = train(tmp_path / "plain", steps=4)
+    config = {"evaluate_every": 2, "evaluate_prompts": 2, "evaluate_tokens": 6}
+    watched = train(tmp_path / "watched", steps=4, **config)
+    (found,) = of_kind(watched.run_dir, "evaluation")
+    assert (found["step"], found["thread"]) == (2, "drafter-0")
+    (group,) = found["sets"]
+    assert group["name"] == "heldout" and group["prompts"] == 2 and 1.0 <= group["tau_mean"] <= 4.0
+    assert losses(watched.run_dir) == losses(plain.run_dir)
+
+
 def test_the_first_interrupt_stops_and_is_raised(tmp_path):
     trainer, run = started(tmp_path)
 
@@ -470,3 +514,36 @@ def test_a_run_folder_is_whole(tmp_path, pictures):
     assert (kinds[0], kinds.count("run_finished")) == ("run_started", 1)
     with contextlib.suppress(FileNotFoundError):
         assert not list(tmp_path.glob("**/*.tmp"))
+
+
+# --- on the real target ----------------------------------------------------------------------------------------------
+def test_losses_fall_on_the_real_target(tmp_path, smollm2):
+    """SmolLM2, two threads, ten steps on a few answers: what it has seen again and again it learns."""
+    answers = {
+        "What is the capital of France?": "The capital of France is Paris. It lies on the river Seine.",
+        "Name three colours.": "Three colours are red, green and blue. Many more can be mixed from them.",
+        "How do I boil an egg?": "Put the egg in boiling water. Wait eight minutes, then cool and peel it.",
+        "Why is the sky blue?": "Air scatters blue light more than red light, so the sky looks blue during the day.",
+    }
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]})
+        for asked, answer in answers.items()
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    config = tiny_config(
+        tmp_path / "run",
+        train_data=[str(tmp_path / "answers.jsonl")],
+        heldout_data=[str(tmp_path / "answers.jsonl")],
+        steps=10,
+        anchors=8,
+        rows=1,
+        bucket_lengths=False,
+        target_dtype="float32",
+        compile=False,
+        warmup=0.0,
+    )
+    trainer = Trainer(config, target=smollm2)
+    trainer.start().join(300)
+    found = losses(trainer.run_dir)
+    assert len(found) == 10
+    assert sum(found[-2:]) / 2 < 0.6 * found[0], found

@@ -73,8 +73,17 @@ class View:
 
     def errors(self) -> list[str]:
         kinds = "application/vnd.jupyter.error", "application/vnd.jupyter.stderr"
-        found = [self.page.locator(f".jp-OutputArea-output [data-mime-type='{kind}']") for kind in kinds]
+        found = [self.page.locator(f".jp-OutputArea-output[data-mime-type='{kind}']") for kind in kinds]
         return [text for locator in found for text in locator.all_inner_texts()]
+
+
+def test_an_error_would_be_seen(lab: Any, page: Any) -> None:
+    """The others find no error; this is what they would find."""
+    write_notebook(lab.notebooks / "error.ipynb", ["import sys\nprint('loud', file=sys.stderr)\n1/0"])
+    lab.open(page, "error.ipynb")
+    lab.run_all(page)
+    page.locator(".jp-OutputArea-output", has_text="ZeroDivisionError").wait_for()
+    assert [words in text for words, text in zip(("ZeroDivisionError", "loud"), View(page).errors(), strict=True)]
 
 
 def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Path]) -> None:
@@ -92,6 +101,7 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
         "steps": 100_000,
         "bucket_lengths": False,  # a new length compiles again: the dashboard gets something to show
         "buckets": None,
+        "target_layers": [0, 1, 2],
         "block_size": 4,
         "anchors": 4,
         "rows": 1,
@@ -112,7 +122,7 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
         seen.update(said.partition(":")[0].strip() for said in lanes.values())
         return len(lanes) == 2 and min(view.steps().values()) >= 4
 
-    view.until(look, 120)
+    view.until(look, 180)
     assert lab.cell_is_running(page)
     assert {"compiling", "running"} <= seen
     assert seen & {"waiting for a compile", "waiting for the others"}
@@ -135,11 +145,12 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
     view.acknowledged("stop asked for", "stopped")
     view.until(lambda lanes: all("stopped" in said for said in lanes.values()), 60)
 
-    page.wait_for_function("![...document.querySelectorAll('.jp-InputArea-prompt')].some(p => p.innerText == '[*]:')")
-    assert view.errors() == []
-    images = page.locator(".jp-OutputArea-output img[src^='data:image/png']")
-    assert images.count() >= 2, "the dashboard as it ended, and the timeline"
-    images.last.scroll_into_view_if_needed()
+    lab.wait_for_last_cell(page, 90)
+    outputs = lab.outputs(page)
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 2, "the dashboard as it ended, and the timeline"
+    page.locator(".jp-OutputArea-output img[src^='data:image/png']").first.scroll_into_view_if_needed()
     picture(page, "01-ended-dark")
 
 
