@@ -408,3 +408,47 @@ def test_an_unknown_rotary_kind_is_named() -> None:
     rope = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "spiral"}}
     with pytest.raises(ConfigError, match="rope_scaling: kind 'spiral' is not one of"):
         Drafter(dataclasses.replace(CONFIG, rope=rope))
+
+
+def backward_costs() -> tuple[int, int]:
+    """Bytes that a compiled layer keeps for its backward pass, and the matrix products made there."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    kept: list[int] = []
+    products: list[int] = []
+
+    def forward(graph: Any, _: Any) -> Any:
+        (results,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        made = [node.meta["val"] for node in results[1:] if node.op == "call_function"]
+        kept.append(sum(value.numel() * value.element_size() for value in made))
+        return make_boxed_func(graph)
+
+    def backward(graph: Any, _: Any) -> Any:
+        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(layer.layer_forward, backend=backend, dynamic=False, fullgraph=True)
+    config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
+    given, model = inputs(), Drafter(dataclasses.replace(config, num_layers=1))
+    hidden = model(*given.arguments(blocks.visible_dense(*given.masks())), layer=compiled)
+    hidden.sum().backward()
+    return kept[0], products[0]
+
+
+def test_a_layer_keeps_products_only_and_makes_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inductor partitions it: elementwise results and bfloat16 copies of weights are made again."""
+    kept, products = backward_costs()
+    monkeypatch.setattr(layer, "recomputed", lambda function, *arguments: function(*arguments))
+    kept_without, products_without = backward_costs()
+    assert kept < 0.7 * kept_without
+    assert products == products_without == 2 * 9, "nine products, two gradients each"
