@@ -129,7 +129,10 @@ def device_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
     code = f"import torch; print(torch.cuda.get_device_name({device!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{device}: {(done.stderr.strip().splitlines() or ['no answer'])[-1]} (on a CPU: --device cpu --tiny)")
+    return done.stdout.strip()
 
 
 def main() -> int:
@@ -145,12 +148,13 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no further cell is started")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
+    name = device_name(arguments.device)
     started = time.monotonic()
     first = first_steps(arguments) if "first" in parts else None  # alone on the machine: it is a time
     results = grid(arguments, started + arguments.budget) if "grid" in parts else []
     claims = summary(results, first)
     report = {
-        "device": device_name(arguments.device),
+        "device": name,
         "torch": results[0].torch if results else None,
         "seconds": time.monotonic() - started,
         "claims": claims,
@@ -163,8 +167,8 @@ def main() -> int:
     part.replace(arguments.out)
     print(race_lab.table(results))
     print(f"{len(results)} cells, {report['seconds']:.0f} s, {report['device']}, torch {report['torch']}")
-    for name, claim in claims.items():
-        print(f"{name}: {json.dumps(claim)}")
+    for claim, found in claims.items():
+        print(f"{claim}: {json.dumps(found)}")
     return 0
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/simulated_agreement.py RUN_OR_CHECKPOINT [--prompts FILE] [--count 8] [--tokens 48]
 
-Decodes prompts greedily with the drafter, then walks (a) the very texts that came out and (b), where there are some, the
-packaged held-out texts, and prints tau of each. (a) must agree up to cycles cut by the length limit and float32 ties.
+Decodes prompts greedily with the drafter, then walks (a) the very texts that came out and (b) the packaged held-out
+texts, and prints tau of each. (a) must agree up to cycles cut by the length limit and float32 ties.
 """
 
 from __future__ import annotations

@@ -73,12 +73,14 @@ class Variant:
     compile: str = "layer"  # "layer": a whole layer and the loss; "attention": attention and the loss; "none"
     chunk_blocks: int | None = None
     trainer: bool = False  # through replica.Replica: one flat buffer, clipping, figures, as the trainer does it
+    graph: bool = False  # blocks, forward, loss, backward and AdamW captured once as one CUDA graph, then replayed
     recompute: bool = True  # False: keep what layer.recomputed would make again in the backward pass
 
 
 VARIANTS = {
     "default": Variant(),
     "trainer": Variant(trainer=True),
+    "graph": Variant(graph=True),
     "keep": Variant(recompute=False),
     "attention": Variant(compile="attention"),
     "eager": Variant(compile="none"),
@@ -105,7 +107,8 @@ class Step:
         self.response = torch.ones_like(self.ids, dtype=torch.bool)
         self.ids_there, self.response_there = self.ids.to(device), self.response.to(device)
         self.positions = blocks.context_positions(None, shape.length, shape.rows, device)
-        self.chunk_blocks = variant.chunk_blocks
+        self.variant = variant
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.count = 0
         self.host: dict[str, float] = {}  # seconds spent launching, by part
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
@@ -119,7 +122,9 @@ class Step:
             )
         else:
             self.replica = None
-            self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=6e-4, fused=True)
+            self.optimizer = torch.optim.AdamW(
+                self.drafter.parameters(), lr=6e-4, fused=True, capturable=variant.graph and self.on_gpu
+            )
 
     def __call__(self) -> Tensor:
         shape = self.shape
@@ -128,6 +133,26 @@ class Step:
         anchors, keep = blocks.draw_anchors(
             self.response, shape.anchors, seed=0, epoch=self.count, row_ids=range(shape.rows)
         )
+        if self.variant.graph and self.on_gpu and self.count > 3:
+            return self._replay(anchors, keep)
+        return self._run(anchors, keep)
+
+    def _replay(self, anchors: Tensor, keep: Tensor) -> Tensor:
+        """A step as one launch: only the anchors change, in place."""
+        if self.graph is None:
+            self.anchors, self.keep = anchors.to(self.device), keep.to(self.device)
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.value = self._run(self.anchors, self.keep)
+        self.anchors.copy_(anchors, non_blocking=True)
+        self.keep.copy_(keep, non_blocking=True)
+        self.graph.replay()
+        self._launched("replay")
+        return self.value
+
+    def _run(self, anchors: Tensor, keep: Tensor) -> Tensor:
+        shape = self.shape
         batch = blocks.make_blocks(
             self.ids_there,
             self.response_there,
@@ -163,7 +188,7 @@ class Step:
             batch.labels,
             batch.weights,
             block_size=shape.block_size,
-            chunk_blocks=self.chunk_blocks,
+            chunk_blocks=self.variant.chunk_blocks,
             chunk=self.chunk,
         )
         value = result.mean()

@@ -32,7 +32,7 @@ _live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # 
 
 
 class Dashboard:
-    """Shows a trainer's run while it goes on; ``display(Dashboard(trainer))`` before ``trainer.start()``.
+    """Shows a trainer's run while it goes on; ``display(Dashboard(trainer))`` before ``trainer.start()``, or after.
 
     When the run ends, before its waiting cell does, the last state is shown and left in the notebook as one PNG and
     one piece of plain HTML, and ``loss.png`` and ``dashboard.html`` are written into the run folder.
@@ -175,8 +175,8 @@ class Dashboard:
     def _read_what_is_there(self) -> dict[int, int]:
         """Folds in the log of a run that has begun; returns each node's last ``seq``, so that none counts twice."""
         seen: dict[int, int] = {}
-        if self._folder is not None and (self._folder / "events.jsonl").exists():
-            for event in read(self._folder / "events.jsonl"):
+        if self.run_dir is not None and (self.run_dir / "events.jsonl").exists():
+            for event in read(self.run_dir / "events.jsonl"):
                 self.board.apply(event)
                 seen[event["node"]] = max(event["seq"], seen.get(event["node"], -1))
         return seen

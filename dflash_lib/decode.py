@@ -60,6 +60,8 @@ def speculative(
         DecodeError: an empty prompt, no new tokens asked for, a token outside the vocabulary, a prompt too long.
     """
     draft = drafter if not isinstance(drafter, Drafter) else None
+    if isinstance(drafter, Drafter) and drafter.fc.weight.device != torch.device(target.device):
+        raise DecodeError(f"drafter: is on {drafter.fc.weight.device}, the target on {target.device}; move one of them")
     block_size = draft.block_size if draft is not None else drafter.config.block_size
 
     def build(rows: int, capacity: int) -> Drafts:

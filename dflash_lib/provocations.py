@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dflash_lib.hazard import Outcome
 
@@ -38,24 +40,28 @@ def run_many(
         timeout: seconds that each program may take before its process is ended.
 
     Yields:
-        Each name with its outcome, in no fixed order. A program that kills or hangs its process gets "crashed" or "hung"; those after
-        it go on in a new process. Programs that leave torch damaged when unpatched have a process to themselves.
+        Each name with its outcome. A program that kills or hangs its process gets "crashed" or "hung", and the others
+        run all the same.
+
+    Patched programs share a process, which shows that they leave nothing behind. Unpatched ones do leave torch damaged:
+    each has a process of its own, forked from one that has imported torch (from none where there is an NVIDIA driver,
+    because CUDA does not survive a fork).
     """
-    from dflash_lib.provocation_programs import LEAVES_DAMAGE
-
-    alone = [] if patched else [name for name in names if name in LEAVES_DAMAGE]
-    together = [name for name in names if name not in alone]
-    for waiting in ([name] for name in alone):
-        yield from _one_process(waiting, patched, seconds, timeout)
-    while together:
-        done = list(_one_process(together, patched, seconds, timeout))
+    waiting = list(names)
+    forks = not patched and not Path("/proc/driver/nvidia").exists()
+    while waiting:
+        batch = waiting if patched or forks else waiting[:1]
+        done = list(_one_process(batch, patched, forks, seconds, timeout))
         yield from done
-        together = together[len(done) :]
+        waiting = waiting[len(done) :]
 
 
-def _one_process(names: list[str], patched: bool, seconds: float, timeout: float) -> Iterator[tuple[str, Outcome]]:
+def _one_process(
+    names: list[str], patched: bool, forks: bool, seconds: float, timeout: float
+) -> Iterator[tuple[str, Outcome]]:
     command = [sys.executable, "-u", "-m", "dflash_lib.provocations", *names]
-    command += ["--seconds", str(seconds), "--timeout", str(timeout)] + (["--patched"] if patched else [])
+    command += ["--seconds", str(seconds), "--timeout", str(timeout)]
+    command += (["--patched"] if patched else []) + (["--fork"] if forks else [])
     project = str(Path(__file__).resolve().parents[1])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))
@@ -66,18 +72,20 @@ def _one_process(names: list[str], patched: bool, seconds: float, timeout: float
         )
         output, errors, code = ended.stdout, ended.stderr, ended.returncode
     except subprocess.TimeoutExpired as stuck:
-        output, errors, code = _text(stuck.stdout), _text(stuck.stderr), 1
-        errors += "\nTimeout (the process did not end itself)"
+        output, errors, code = _text(stuck.stdout), _text(stuck.stderr) + "\nTimeout (", 1
     results = [json.loads(line) for line in output.splitlines() if line.startswith('{"hazard"')]
     for result in results:
         yield result.pop("hazard"), Outcome(**result)
     if len(results) < len(names):
-        took = time.monotonic() - began
-        if "Timeout (" in errors:
-            yield names[len(results)], Outcome("hung", 1, 1, _last_stack(errors), took)
-        else:
-            last = errors.strip().splitlines()[-1:] or ["no message"]
-            yield names[len(results)], Outcome("crashed", 1, 1, f"exit {code}: {last[0][:300]}", took)
+        yield names[len(results)], _broken(code, errors, time.monotonic() - began)
+
+
+def _broken(code: int, errors: str, seconds: float) -> Outcome:
+    """The outcome of a program whose process did not report."""
+    if "Timeout (" in errors:
+        return Outcome("hung", 1, 1, _last_stack(errors), round(seconds, 2))
+    last = errors.strip().splitlines()[-1:] or ["no message"]
+    return Outcome("crashed", 1, 1, f"exit {code}: {last[0][:300]}", round(seconds, 2))
 
 
 def _text(output: str | bytes | None) -> str:
@@ -99,30 +107,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--patched", action="store_true")
+    parser.add_argument("--fork", action="store_true", help="each in a process of its own, forked from this one")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--timeout", type=float, default=90.0)
     chosen = parser.parse_args(arguments)
-
-    from dflash_lib.provocation_programs import NotApplicable, program
 
     if chosen.patched:
         from dflash_lib import fx_patch
 
         fx_patch.install()
+    if not chosen.fork:
+        for name in chosen.names:
+            faulthandler.dump_traceback_later(chosen.timeout, exit=True)
+            _report(name, _outcome(name, chosen.seconds))
+            faulthandler.cancel_dump_traceback_later()
+        os._exit(0)  # threads that are stuck must not keep the process
+    for module in ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export", "torch._inductor.cudagraph_trees"):
+        importlib.import_module(module)  # once, for all
+
     for name in chosen.names:
-        faulthandler.dump_traceback_later(chosen.timeout, exit=True)
         began = time.monotonic()
-        result: dict[str, Any]
-        try:
-            failures, attempts, detail = program(name)(chosen.seconds)
-            status = "failed" if failures else "clean"
-            result = {"status": status, "failures": failures, "attempts": attempts, "detail": detail[:300]}
-        except NotApplicable as reason:
-            result = {"status": "not applicable", "detail": str(reason)}
-        faulthandler.cancel_dump_traceback_later()
-        print(json.dumps({"hazard": name, **result, "seconds": round(time.monotonic() - began, 2)}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # threads that are stuck must not keep the process
+        with tempfile.TemporaryFile("w+") as stacks:
+            child = os.fork()
+            if child == 0:
+                faulthandler.dump_traceback_later(chosen.timeout, exit=True, file=stacks)
+                _report(name, _outcome(name, chosen.seconds))
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            stacks.seek(0)
+            if code:
+                _report(name, _broken(code, stacks.read(), time.monotonic() - began))
+
+
+def _outcome(name: str, seconds: float) -> Outcome:
+    """Runs a program here."""
+    from dflash_lib.provocation_programs import NotApplicable, program
+
+    began = time.monotonic()
+    try:
+        failures, attempts, detail = program(name)(seconds)
+    except NotApplicable as reason:
+        return Outcome("not applicable", detail=str(reason))
+    took = round(time.monotonic() - began, 2)
+    return Outcome("failed" if failures else "clean", failures, attempts, detail[:300], took)
+
+
+def _report(name: str, outcome: Outcome) -> None:
+    print(json.dumps({"hazard": name, **asdict(outcome)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,25 +186,27 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     figure = Figure(figsize=(10, max(3.6, 1.2 + 0.3 * len(numbers))), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    labels = _labels([row["run"] for row in numbers])
     colours = {row["run"]: _COLOURS[i % len(_COLOURS)] for i, row in enumerate(numbers)}
     dashes = {row["run"]: ("-", "--", ":", "-.")[i // len(_COLOURS) % 4] for i, row in enumerate(numbers)}
     for (name,), curve in curves.group_by("run", maintain_order=True):
-        left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=_label(name))
+        left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=labels[name])
     left.set_xlabel("optimizer step")
     left.set_ylabel(metric)
     left.grid(alpha=0.3)
     if len(numbers) <= 12:
         left.legend(fontsize=7, frameon=False)
-    places = range(len(numbers))
-    values = [row.get(final) for row in numbers]
-    widths = [value if isinstance(value, int | float) else 0 for value in values]
-    right.barh(places, widths, color=[colours[row["run"]] for row in numbers])
-    for place, row, value in zip(places, numbers, values, strict=True):
-        right.text(
-            0, place, "  " + (_cell(value) if isinstance(value, int | float) else row["state"]), va="center", fontsize=7
-        )
-    right.set_yticks(places, [_label(row["run"]) for row in numbers], fontsize=7)
-    right.invert_yaxis()
+    for place, row in enumerate(numbers):  # points, not bars: losses differ by little, and none of them starts at zero
+        value = row.get(final)
+        if isinstance(value, int | float):
+            right.plot(value, place, "o", color=colours[row["run"]])
+            right.annotate(_cell(value), (value, place), (7, 0), textcoords="offset points", va="center", fontsize=8)
+        else:
+            right.text(0.02, place, row["state"], va="center", fontsize=8, transform=right.get_yaxis_transform())
+    right.set_yticks(range(len(numbers)), [labels[row["run"]] for row in numbers], fontsize=8)
+    right.set_ylim(len(numbers) - 0.5, -0.5)
+    right.margins(x=0.25)
+    right.grid(axis="y", alpha=0.3)
     right.set_xlabel(final)
     path = Path(out)
     figure.savefig(path, dpi=110)
@@ -236,5 +239,8 @@ def _cell(value: Any) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-def _label(name: str) -> str:
-    return name.replace("$", r"\$")[:48]
+def _labels(names: list[str]) -> dict[str, str]:
+    """Names as a picture shows them: without a sweep's hash where they differ without it, and not as mathematics."""
+    short = {name: re.sub(r"-[0-9a-f]{6}$", "", name) for name in names}
+    kept = short if len(set(short.values())) == len(set(names)) else dict(zip(names, names, strict=True))
+    return {name: label.replace("$", r"\$")[:48] for name, label in kept.items()}

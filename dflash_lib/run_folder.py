@@ -197,7 +197,7 @@ def write_environment(run_dir: str | os.PathLike[str], **extra: Any) -> dict[str
         "command": sys.argv,
         "cores": os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "variables": {
             name: value
@@ -225,7 +225,7 @@ def _memory_gib() -> float | None:
         return None
 
 
-def _gpus() -> list[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
     """Names and memory from the driver itself: torch is not needed, and no CUDA context is made."""
     try:
         import pynvml

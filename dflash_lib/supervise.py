@@ -88,7 +88,7 @@ class Run:
         Raises:
             The error of the worker that failed first, with its own traceback and its thread's name as a note.
         """
-        ended = asyncio.ensure_future(asyncio.to_thread(self._finished.wait))
+        ended = asyncio.ensure_future(self._look_until_finished())
         try:
             await asyncio.shield(ended)
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -99,6 +99,11 @@ class Run:
                 self.trainer.abort()
             raise
         self._raise()
+
+    async def _look_until_finished(self) -> None:
+        """Wakes the event loop now and then: an interrupt by ipykernel waits until something else wakes an idle one."""
+        while not self._finished.is_set():
+            await asyncio.sleep(LOOK_EVERY)
 
     def join(self, timeout: float | None = None) -> bool:
         """As :meth:`wait`, blocking; with a ``timeout`` in seconds it returns False when that has passed first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 from . import sweep_plan
 from .config import ConfigError
 from .launch import RunProgress
-from .run_folder import lives, read_json, read_status, run_state, runs_root, write_json, write_status
+from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_json, write_status
 from .sweep_plan import Grid
 
 
@@ -60,6 +61,9 @@ def sweep(
         source = source.parent / "notebooks" / source.name  # a notebook names its neighbours; this runs from above
     if parallel < 1 or (gpus_per_run is not None and gpus_per_run < 1):
         raise ConfigError("parallel: and gpus_per_run: are whole numbers from 1")
+    if gpus_per_run is not None and parallel * gpus_per_run > len(visible_gpus()):
+        wanted = f"{parallel} runs at once with {gpus_per_run} GPUs each"
+        raise ConfigError(f"gpus_per_run: {wanted} need more than the {len(visible_gpus())} GPUs there are")
     points = sweep_plan.points(grid, base or {})
     sweep_plan.check(source, points, base or {})
     folder = runs_root("runs") / f"{source.stem}-sweep" if out is None else Path(out).expanduser().absolute()
@@ -103,6 +107,13 @@ class Planned:
         if state not in ("completed", "running") and lives(launcher.get("pid", 0), self.run_dir / "launch.json"):
             return "running"  # an earlier sweep's child that has not written its status yet
         return "failed" if state == "died" else state
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a checkpoint is there that is not that of the last step (from which nothing is left to train)."""
+        found = (self.run_dir / "checkpoints").glob("step-*")
+        steps = [int(folder.name.removeprefix("step-")) for folder in found if folder.name[5:].isdigit()]
+        return bool(steps) and max(steps) < (read_json(self.run_dir / "config.json") or {}).get("steps", math.inf)
 
     def record(self) -> dict[str, Any]:
         status = read_status(self.run_dir) or {}
@@ -173,7 +184,7 @@ class _Sweep:
     def _start(self, run: Planned) -> None:
         run.run_dir.mkdir(parents=True, exist_ok=True)
         parameters = dict(run.parameters)
-        if any((run.run_dir / "checkpoints").glob("step-*")):
+        if run.can_go_on:
             parameters["resume"] = str(run.run_dir)
         environment = {**os.environ, **self._share(run.slot)}
         root = str(Path(__file__).parent.parent)
@@ -195,7 +206,7 @@ class _Sweep:
         share = {}
         if self.gpus_per_run is not None:
             first = slot * self.gpus_per_run
-            share["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(self.gpus_per_run))
+            share["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[first : first + self.gpus_per_run])
         if self.parallel > 1 and "OMP_NUM_THREADS" not in os.environ:
             share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self.parallel))
         return share
@@ -276,6 +287,14 @@ class SweepProgress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may hand out: what CUDA_VISIBLE_DEVICES names, else all that the driver has."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip()]
+    return [str(index) for index in range(len(gpus()))]
 
 
 @contextlib.contextmanager

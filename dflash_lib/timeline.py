@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 from . import events as log
 from .errors import UserError
-from .timeline_model import Compile, Lane, Offender, Timeline, build
+from .timeline_build import build
+from .timeline_model import Compile, Lane, Offender, Timeline
 
 if TYPE_CHECKING:
     from .timeline_compare import Comparison

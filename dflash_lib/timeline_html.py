@@ -1,7 +1,8 @@
 """Makes the timeline's page: one HTML file that works offline, with zoom, filters and the whole reason of any compile.
 
 The page (timeline_page.html) loads nothing from anywhere; its data is JSON in a script element, written as ASCII with
-``<`` escaped, and reaches the document only as text. Columns of whole milliseconds keep 100,000 compiles below 10 MB.
+``<`` escaped, and reaches the document only as text. Columns of whole milliseconds, each text once, and a column that
+is the same everywhere as one number keep 100,000 compiles below 10 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .reasons import ADVICE
 from .timeline_model import Lane, Timeline
 from .timeline_style import PART_LOOKS, WAITING, Look, look, subtitle
 
-TEXT_BUDGET = 3_000_000  # bytes of reasons and changes; beyond, those of the least wasteful compiles are left out
+LARGEST = 9_000_000  # bytes of a page; where they do not suffice, texts of the least wasteful compiles are left out
+INDEX_BYTES = 18  # what a compile's references to its texts take
 POINTS = 60_000  # of all loss curves together
 DARK = {"first": "#3B9BDC", "eager_fallback": "#BBBBBB", "waiting": "#4A4A50"}  # where the colour is too dark for dark
 OFFENDERS = 12
@@ -24,11 +26,11 @@ OFFENDERS = 12
 class _Strings:
     """Every text once; what does not fit into the budget gets no index."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self) -> None:
         self.table: list[str] = []
         self.left_out = 0
+        self.budget = 0
         self._index: dict[str, int] = {}
-        self._budget = budget
 
     def add(self, text: str | None, always: bool = False) -> int:
         if not text:
@@ -36,10 +38,10 @@ class _Strings:
         if text in self._index:
             return self._index[text]
         size = len(json.dumps(text)) + 1
-        if not always and size > self._budget:
+        if not always and size > self.budget:
             self.left_out += 1
             return -1
-        self._budget -= size
+        self.budget -= size
         self._index[text] = len(self.table)
         self.table.append(text)
         return self._index[text]
@@ -57,16 +59,16 @@ def page(timeline: Timeline) -> str:
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:
-    strings = _Strings(TEXT_BUDGET)
+    strings = _Strings()
     classes = timeline.by_class()
-    columns = _columns(timeline, strings, {cls: i for i, cls in enumerate(classes)})
     above = "loss" if timeline.has_loss else "s / step"
     thin = max(1, math.ceil(sum(len(lane.step_ends) for lane in timeline.lanes) / POINTS))
     first = 0
-    lanes = []
+    lanes: list[dict[str, Any]] = []
     for lane in timeline.lanes:
         lanes.append(_lane(lane, first, timeline.has_loss, thin))
         first += len(lane.compiles)
+    columns = _columns(timeline, strings, {cls: i for i, cls in enumerate(classes)}, _size(lanes))
     notes = []
     if timeline.unreadable:
         notes.append(f"{timeline.unreadable} lines of the log could not be read.")
@@ -125,41 +127,46 @@ def _lane(lane: Lane, first: int, loss: bool, thin: int) -> dict[str, Any]:
     }
 
 
-def _columns(timeline: Timeline, strings: _Strings, classes: dict[str, int]) -> dict[str, list[int]]:
-    compiles = timeline.compiles  # lane by lane, each in the order of time
-    for c in compiles:  # short texts that many share come first
-        strings.add(c.frame, always=True)
-    change, reason, cut = [-1] * len(compiles), [-1] * len(compiles), [0] * len(compiles)
-    for i in sorted(range(len(compiles)), key=lambda i: -compiles[i].wasted):
-        c = compiles[i]
-        if c.reason:
-            change[i] = strings.add(c.change)
-            reason[i] = strings.add(c.reason)
-            cut[i] = int(reason[i] < 0)
+def _size(value: Any) -> int:
+    return len(json.dumps(value, separators=(",", ":")))
+
+
+def _columns(timeline: Timeline, strings: _Strings, classes: dict[str, int], taken: int) -> dict[str, list[int] | int]:
+    """The compiles, lane by lane, each in the order of time, column by column."""
+    compiles = timeline.compiles
     milliseconds = [round(c.start * 1000) for c in compiles]
-    deltas = [
-        now - (milliseconds[i - 1] if i and compiles[i - 1].lane == c.lane else 0)
-        for i, (now, c) in enumerate(zip(milliseconds, compiles, strict=True))
-    ]
-    return {
-        "start": deltas,
+    columns = {
+        "start": [
+            now - (milliseconds[i - 1] if i and compiles[i - 1].lane == c.lane else 0)
+            for i, (now, c) in enumerate(zip(milliseconds, compiles, strict=True))
+        ],
         "seconds": [round(c.seconds * 1000) for c in compiles],
         "wait": [round(c.wait * 1000) for c in compiles],
         "shown_wait": [round((c.start - c.begin) * 1000) for c in compiles],
         "lane": [c.lane for c in compiles],
         "row": [c.row for c in compiles],
         "cls": [classes[c.cls] for c in compiles],
-        "frame": [strings.add(c.frame) for c in compiles],
-        "where": [strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None)) for c in compiles],
-        "kind": [strings.add(c.kind) for c in compiles],
-        "id": [strings.add(c.compile_id) for c in compiles],
-        "change": change,
-        "reason": reason,
-        "cut": cut,
         "cache": [c.cache_size or 0 for c in compiles],
         "limit": [c.limit or 0 for c in compiles],
         "step": [c.step or 0 for c in compiles],
         "aot": [round(c.parts[1] * 1000) for c in compiles],
         "inductor": [round(c.parts[2] * 1000) for c in compiles],
         "triton": [round(c.parts[3] * 1000) for c in compiles],
+        "frame": [strings.add(c.frame, always=True) for c in compiles],
+        "kind": [strings.add(c.kind, always=True) for c in compiles],
     }
+    packed = {name: _packed(column) for name, column in columns.items()}
+    strings.budget = LARGEST - taken - _size(packed) - _size(strings.table) - INDEX_BYTES * len(compiles)
+    texts = {name: [-1] * len(compiles) for name in ("where", "change", "reason", "id", "cut")}
+    for i in sorted(range(len(compiles)), key=lambda i: -compiles[i].wasted):
+        c = compiles[i]
+        texts["where"][i] = strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None))
+        texts["change"][i] = strings.add(c.change if c.reason else None)
+        texts["reason"][i] = strings.add(c.reason)
+        texts["id"][i] = strings.add(c.compile_id)
+        texts["cut"][i] = int(c.reason is not None and texts["reason"][i] < 0)
+    return {**packed, **{name: _packed(column) for name, column in texts.items()}}
+
+
+def _packed(column: list[int]) -> list[int] | int:
+    return column[0] if column and column.count(column[0]) == len(column) and len(column) > 1 else column

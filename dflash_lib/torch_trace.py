@@ -15,7 +15,8 @@ from typing import Any
 
 from . import compile_metrics
 from .events import VERSION, Event
-from .timeline_model import Timeline, build
+from .timeline_build import build
+from .timeline_model import Timeline
 
 PATTERN = "dedicated_log_torch_trace_*.log"
 _RANK = re.compile(r"rank_(\d+)")

@@ -148,19 +148,40 @@ def test_race_duplicates_are_told_from_recompiles(log: EventLog) -> None:
     assert [e["cache_size"] for e in found] == list(range(1, len(found) + 1))
 
 
-def test_the_second_of_two_first_compiles_is_a_recompile_with_a_reason(log: EventLog) -> None:
-    """torch looked when there was no entry yet, and says nothing; the guard that fails by now does."""
-    f = function()
-    start = threading.Barrier(2)
+@pytest.mark.parametrize(("length", "cls"), [(3, "race_duplicate"), (4, "recompile")])
+def test_the_second_of_two_first_compiles_is_told_by_a_second_look(log: EventLog, length: int, cls: str) -> None:
+    """torch looked when there was no entry yet, and says nothing; the entry that is there by now does."""
+    first_done, second_compiles = threading.Event(), threading.Event()
 
-    def work(length: int) -> None:
-        start.wait()
-        f(torch.ones(length))
+    def backend(graph: Any, inputs: Any) -> Any:
+        if threading.current_thread().name == "second":
+            second_compiles.set()
+            assert first_done.wait(30)
+        else:
+            second.start()
+            while not any(one["thread"] == "second" for one in in_flight()):
+                time.sleep(0.005)  # until it has looked, and waits for the lock
+        return graph.forward
 
-    in_threads(lambda: work(3), lambda: work(4))
-    first, again = of(log)
-    assert (first["cls"], again["cls"], again["cache_size"]) == ("first", "recompile", 2)
-    assert {again["expected"], again["actual"]} == {"3", "4"} and again["wait_seconds"] > 0
+    f = function(backend=backend)
+
+    def between_lock_and_cache(event: dict[str, Any]) -> None:
+        """The first thread stores its entry only after this; by then the second has looked, and found none."""
+        if event["kind"] == "compile" and event["thread"] == "first":
+            assert second_compiles.wait(30)
+
+    stop = log.subscribe(between_lock_and_cache)
+    first = threading.Thread(target=lambda: (f(torch.ones(3)), first_done.set()), name="first")
+    second = threading.Thread(target=lambda: f(torch.ones(length)), name="second")
+    first.start()
+    first.join()
+    second.join()
+    stop()
+    found = {e["thread"]: e for e in of(log)}
+    assert found["first"]["cls"] == "first" and found["first"]["cache_size"] == 1
+    assert (found["second"]["cls"], found["second"]["cache_size"]) == (cls, 2)
+    if cls == "recompile":
+        assert (found["second"]["expected"], found["second"]["actual"]) == ("3", "4")
 
 
 def test_past_the_limit_is_an_eager_fallback_and_an_alarm(log: EventLog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import subprocess
@@ -12,13 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import little_notebooks
+import nbformat
 import pytest
 from fake_trainer import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from little_notebooks import ROOT
 
 from dflash_lib import dashboard as live
 from dflash_lib import dashboard_view as view
+from dflash_lib import runs
 from dflash_lib.config import RunConfig
 from dflash_lib.dashboard import Dashboard
 from dflash_lib.dashboard_picture import png
@@ -305,6 +310,18 @@ def test_buttons_are_acknowledged_at_once_and_reach_the_trainer(make: Callable[.
     assert shown(dashboard).count(">stopped<") >= 2
 
 
+def test_a_dashboard_that_comes_late_shows_what_it_missed(make: Callable[..., FakeTrainer]) -> None:
+    trainer = make(steps=2000, seconds=0.01, compile_seconds=0.05)
+    trainer.start()
+    until(lambda: trainer.log._seq > 60)
+    dashboard = Dashboard(trainer)
+    trainer.stop()
+    trainer.join()
+    for lane in dashboard.board.lanes.values():
+        assert [x for x, _ in lane.losses.points()] == list(range(1, lane.step + 1))
+        assert lane.compiles == 1
+
+
 def test_a_refused_request_says_why(make: Callable[..., FakeTrainer]) -> None:
     trainer = make(steps=2000)
 
@@ -337,6 +354,26 @@ def test_a_dear_redraw_comes_less_often(make: Callable[..., FakeTrainer]) -> Non
     assert dashboard.flush()
     assert dashboard._interval >= 0.03 / live.SHARE
     dashboard.close()
+
+
+def test_a_headless_notebook_keeps_a_picture_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    notebook = little_notebooks.write(
+        tmp_path / "a.ipynb",
+        "steps = 9",
+        "from fake_trainer import FakeTrainer\nfrom dflash_lib import Dashboard, RunConfig\n"
+        "trainer = FakeTrainer(RunConfig(steps=steps), seconds=0.02, compile_seconds=0.1)\nDashboard(trainer)",
+        "run = trainer.start()\nawait run.wait()",
+    )
+    book = nbformat.read(runs.execute(notebook, {"steps": 12}, tmp_path / "run", progress=False), 4)
+    data = [output["data"] for cell in book.cells for output in cell.get("outputs", ()) if "data" in output]
+    [picture] = [base64.b64decode(one["image/png"]) for one in data if "image/png" in one]
+    assert picture == (tmp_path / "run" / "loss.png").read_bytes()
+    [page] = [one["text/html"] for one in data if "text/html" in one]
+    assert "step 12 of 12" in page
+    assert page.count(">finished<") == 3
+    assert "<script" not in page
+    assert not [o for cell in book.cells for o in cell.get("outputs", ()) if o.output_type in ("error", "stream")]
 
 
 # --- attaching ------------------------------------------------------------------------------------------------------

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from tiny_models import Oracle, make_drafter, make_target, own_greedy, train
+from tiny_models import Oracle, make_drafter, make_target, one_thread, own_greedy, train
 
 from dflash_lib import checkpoint, decode, evaluate, prompts, target
+from dflash_lib.acceptance import Settings, find, prepare
 from dflash_lib.conversations import DataError
 from dflash_lib.decode import Decoded
 
 HERE = Path(__file__).parent
 SCHEMA = json.loads((HERE / "schemas" / "acceptance.schema.json").read_text())
-NEW = 40
+NEW = 30
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """The packaged target is large enough for all threads; the others are tiny."""
+    with contextlib.nullcontext() if "smol" in request.fixturenames else one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,7 @@ def trained(llama):
     given = [[a, b, (a * b) % 37] for a in range(2, 8) for b in (3, 11)]
     futures = [own_greedy(llama, prompt, NEW) for prompt in given]
     drafter = make_drafter(llama)
-    train(llama, drafter, [[*p, *f] for p, f in zip(given, futures, strict=True)], prompt=3, steps=40)
+    train(llama, drafter, [[*p, *f] for p, f in zip(given, futures, strict=True)], prompt=3, steps=35)
     return drafter, given, futures
 
 
@@ -316,3 +326,19 @@ def test_a_checkpoint_is_evaluated_from_its_folder(smol, tmp_path):
     jsonschema.validate(found, SCHEMA)
     assert found["step"] == 3 and found["target"] == "smollm2" and found["checkpoint"].endswith("step-000003")
     assert (run / "acceptance.json").is_file() and (run / "acceptance.png").is_file()
+    ready = prepare(Settings(checkpoint=str(run), prompts=["heldout"], count=3, simulate_rows=1), smol)
+    assert ready.sets[0].name == "heldout" and len(ready.sets[0].prompts) == 3 and ready.out == run
+    estimate = ready.simulated()
+    assert len(estimate.accepted) == 1 and all(estimate.accepted) and 1 <= estimate.tau_mean <= 4
+
+
+def test_the_newest_checkpoint_of_a_folder_of_runs_is_found(tmp_path):
+    target = make_target("llama")
+    for name, step in (("old-run", 9), ("new-run", 2)):
+        folder = checkpoint.save(make_drafter(target), tmp_path / name / "checkpoints" / f"step-{step:06d}", step=step)
+        os.utime(folder, (step == 2, step == 2))
+    assert find(tmp_path).parts[-3:] == ("new-run", "checkpoints", "step-000002")
+    assert find(tmp_path / "old-run").name == "step-000009"
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match=r"has no model\.safetensors"):
+        find(tmp_path / "nothing")

@@ -340,6 +340,18 @@ def test_a_compile_inside_a_trace_reverts_that_trace_only_and_puts_it_back() -> 
         assert traced == [wanted]
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "_patch_engine_backward"), reason="this torch has no such context")
+def test_backward_passes_by_another_threads_replacement_of_it() -> None:
+    def replace(pause: Callable[[], None]) -> None:
+        with torch.compiler._non_strict_tracing_context(), torch.compiler._patch_engine_backward():
+            pause()
+
+    x = torch.ones(2, requires_grad=True)
+    with fx_patch.isolated(), Held(replace):
+        (x * 3).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
 # --- settings, generators -------------------------------------------------------------------------------------------
 def test_settings_reach_threads_and_own_changes_stay_there() -> None:
     settings = torch._dynamo.config

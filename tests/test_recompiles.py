@@ -92,6 +92,7 @@ def test_nothing_recompiles_after_a_buckets_first_step() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_nothing_recompiles_in_2000_steps() -> None:
     assert_only_first_steps_compile(2000, "cpu", "eager")
 

@@ -225,11 +225,17 @@ def test_a_kernel_that_dies_is_a_failure(tmp_path: Path) -> None:
     assert runs.run_state(tmp_path / "run") == "failed"
 
 
-def test_ctrl_c_reaches_the_cell_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wait", ["time.sleep(60)", "await Run(trainer).wait()"])
+def test_ctrl_c_reaches_the_cell_first(tmp_path: Path, wait: str) -> None:
+    """A cell that blocks, and one that waits as notebook 01 does: an idle event loop does not hear the signal."""
     source = little_notebooks.write(
         tmp_path / "a.ipynb",
         "",
-        "import time, pathlib\ntry:\n    pathlib.Path('begun').touch()\n    time.sleep(60)\nfinally:\n"
+        "import time, pathlib, types\nfrom dflash_lib.supervise import Run\n"
+        "trainer = types.SimpleNamespace(run_dir=pathlib.Path('run'), abort=lambda: None)\n"
+        "trainer.stop = lambda: trainer.run._finished.set()\n"
+        "def Run(trainer, make=Run):\n    trainer.run = make(trainer, progress=False)\n    return trainer.run",
+        f"try:\n    pathlib.Path('begun').touch()\n    {wait}\nfinally:\n"
         "    time.sleep(0.5)\n    pathlib.Path('tidied').touch()",
     )
     code = f"from dflash_lib import runs; runs.execute({str(source)!r}, {{}}, {str(tmp_path / 'run')!r})"
@@ -237,6 +243,7 @@ def test_ctrl_c_reaches_the_cell_first(tmp_path: Path) -> None:
     while not (tmp_path / "begun").exists():
         assert child.poll() is None
         time.sleep(0.05)
+    time.sleep(1)  # the event loop is idle now
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert (tmp_path / "tidied").exists()

@@ -82,11 +82,17 @@ def test_folders_are_named_by_what_varies_and_by_everything() -> None:
         ({"lr": [0.1]}, {"base": {"seed": "x"}}, "base: seed: "),
         ({"lr": [0.1]}, {"base": {"stepz": 5}}, "base: stepz: is no parameter of train.ipynb; did you mean 'steps'?"),
         ({"lr": [0.1]}, {"parallel": 0}, "parallel: "),
+        (
+            {"lr": [0.1]},
+            {"parallel": 2, "gpus_per_run": 2},
+            "gpus_per_run: 2 runs at once with 2 GPUs each need more than the 3",
+        ),
     ],
 )
 def test_what_every_run_would_refuse_is_refused_first(
-    notebook: Path, tmp_path: Path, grid: Any, options: dict[str, Any], said: str
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: Any, options: dict[str, Any], said: str
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(ConfigError) as refused:
         runs.sweep(notebook, grid, out=tmp_path / "out", progress=False, **options)
     assert said in str(refused.value)
@@ -116,9 +122,12 @@ def test_a_sweep_file_with_a_fault(notebook: Path, tmp_path: Path, text: str, sa
 def test_slots_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     work = _Sweep(tmp_path, tmp_path, [], 4, 2, None, False)
     assert work._share(3) == {"CUDA_VISIBLE_DEVICES": "6,7", "OMP_NUM_THREADS": "2"}
     assert _Sweep(tmp_path, tmp_path, [], 1, None, None, False)._share(0) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    assert _Sweep(tmp_path, tmp_path, [], 2, 1, None, False)._share(1)["CUDA_VISIBLE_DEVICES"] == "6"
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint(
@@ -126,14 +135,17 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(k))
-    for name in ("fresh", "stopped"):
+    names = ("fresh", "stopped", "trained")
+    for name, step in zip(names, (None, 2, 4), strict=True):
         (tmp_path / name).mkdir()
-    (tmp_path / "stopped" / "checkpoints" / "step-000002").mkdir(parents=True)
+        runs.write_text(tmp_path / name / "config.json", RunConfig(steps=4).to_json())
+        if step is not None:
+            (tmp_path / name / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     work = _Sweep(notebook, tmp_path, [], 1, None, None, False)
-    work._start(Planned(tmp_path / "fresh", {"lr": 0.1}))
-    work._start(Planned(tmp_path / "stopped", {"lr": 0.1}))
-    plans = [json.loads((tmp_path / name / "launch.json").read_text())["parameters"] for name in ("fresh", "stopped")]
-    assert plans == [{"lr": 0.1}, {"lr": 0.1, "resume": str(tmp_path / "stopped")}]
+    for name in names:
+        work._start(Planned(tmp_path / name, {"lr": 0.1}))
+    plans = [json.loads((tmp_path / name / "launch.json").read_text())["parameters"] for name in names]
+    assert plans == [{"lr": 0.1}, {"lr": 0.1, "resume": str(tmp_path / "stopped")}, {"lr": 0.1}]
 
 
 # --- doing it -------------------------------------------------------------------------------------------------------

@@ -132,8 +132,19 @@ def test_lanes_never_overlap_and_parts_add_up(found: list[dict[str, Any]]) -> No
     wasted = sum(o.wasted for o in run.offenders())
     waits = sum(c.wait for c in run.compiles if not c.is_recompile)
     assert wasted + waits == pytest.approx(sum(lane.wasted for lane in run.lanes))
-    json.loads(timeline_trace(run))
+    no_overlap(json.loads(timeline_trace(run))["traceEvents"])
     timeline.summary(run)
+
+
+def no_overlap(trace: list[dict[str, Any]]) -> None:
+    """The Trace Event Format's rule for complete events of a thread; here they never even nest."""
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in trace:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for mine in threads.values():
+        mine.sort(key=lambda e: (e["ts"], e["ts"] + e["dur"]))
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 2 for a, b in pairwise(mine))  # microseconds, rounded
 
 
 def timeline_trace(run: timeline.Timeline) -> str:
@@ -193,7 +204,8 @@ def test_the_page_holds_every_compile_and_nothing_from_outside(run_dir: Path, tm
     html = timeline.draw(run, tmp_path / "t.html").read_text()
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|url\(", html)
     data = page_data(html)
-    columns, strings = data["compiles"], data["strings"]
+    strings = data["strings"]
+    columns = {k: v if isinstance(v, list) else [v] * len(run.compiles) for k, v in data["compiles"].items()}
     assert all(len(column) == len(run.compiles) for column in columns.values())
     for i in (0, 17, len(run.compiles) - 1):
         c = run.compiles[i]
@@ -219,22 +231,40 @@ def test_the_trace_keeps_the_format_s_rules(run_dir: Path, tmp_path: Path) -> No
     for tid in names:
         mine = sorted((e for e in by_phase["X"] if e["tid"] == tid), key=lambda e: e["ts"])
         assert all(isinstance(e["ts"], int) and isinstance(e["dur"], int) and e["dur"] >= 0 for e in mine)
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(mine))
+    no_overlap(trace["traceEvents"])
     assert all(isinstance(v, (int, float)) for e in by_phase["C"] for v in e["args"].values())
 
 
 def test_64_threads_and_100000_events_are_drawn_in_five_seconds(tmp_path: Path) -> None:
-    log = huge(EventLog(None))
-    timeline.draw(timeline.from_events(log.events[:100]), tmp_path / "warm.png")  # matplotlib's own first time
-    begin = time.process_time()
-    run = timeline.from_events(log.events, "huge")
-    timeline.draw(run, tmp_path / "t.png")
-    page = timeline.draw(run, tmp_path / "t.html")
-    spent = time.process_time() - begin
+    events = huge()
+    timeline.draw(timeline.from_events(events[:100]), tmp_path / "warm.png")  # matplotlib's own first time
+    for name in ("t.png", "t.html"):
+        begin = time.process_time()
+        run = timeline.from_events(events, "huge")
+        drawn = timeline.draw(run, tmp_path / name)
+        spent = time.process_time() - begin
+        speed = _seconds_of_a_known_loop()  # 0.2 s on an idle core; one that others use as well is slower in everything
+        assert spent < 5.0 * max(1.0, speed / 0.2), f"{name}: {spent:.1f} s"
     assert len(run.lanes) == 64 and len(run.compiles) == 50_000
-    assert page.stat().st_size < 10e6
-    speed = _seconds_of_a_known_loop()  # 0.25 s on an idle machine of 2024; a busy one is slower in everything
-    assert spent < 5.0 * max(1.0, speed / 0.25), f"{spent:.1f} s"
+    assert drawn.stat().st_size < 10e6
+
+
+def test_a_page_of_100000_compiles_stays_below_10_mb(tmp_path: Path) -> None:
+    long = "tensor 'x' size mismatch at index 1. expected 1, actual 2" + " because of what the caller did" * 20
+    lanes = [timeline.Lane(f"drafter-{i}", "cuda:0", f"drafter-{i}") for i in range(64)]
+    for n in range(100_000):
+        t = n * 0.731
+        parts = (0.1, 0.2, 0.3, 0.123)
+        lanes[n % 64].compiles.append(
+            timeline.Compile(
+                n % 64, t, 0.723, 0.05, "recompile", "attend", "drafter.py", 1, f"0/{n}", f"{n} {long}", "size", None,
+                str(n), str(n + 1), None, n % 8, 8, n, parts, True, t - 0.05,
+            )
+        )  # fmt: skip
+    page = timeline.draw(timeline.Timeline("huge", lanes), tmp_path / "t.html")
+    data = page_data(page.read_text())
+    assert 5e6 < page.stat().st_size < 10e6 and "left out" in data["note"]
+    assert sum(lane["count"] for lane in data["lanes"]) == 100_000
 
 
 def _seconds_of_a_known_loop() -> float:

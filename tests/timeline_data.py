@@ -113,11 +113,13 @@ def training(log: EventLog, *, drafters: int = 3, targets: int = 1, steps: int =
     return log
 
 
-def huge(log: EventLog, *, lanes: int = 64, events: int = 100_000) -> EventLog:
-    """Lanes x events, half of them compiles, each with a reason of its own."""
+def huge(*, lanes: int = 64, events: int = 100_000) -> list[dict[str, Any]]:
+    """Events of many lanes, half of them compiles, each with a reason of its own; as a log would be read."""
     draw = random.Random(1)
     classes = ("first", "recompile", "backward", "race_duplicate", "eager_fallback", "cache_hit", "failed")
     clock = [0.0] * lanes
+    found: list[dict[str, Any]] = []
+    base = {"v": 1, "attempt": 1, "node": 0}
     for n in range(events // 2):
         lane = n % lanes
         seconds = draw.expovariate(20)
@@ -125,14 +127,11 @@ def huge(log: EventLog, *, lanes: int = 64, events: int = 100_000) -> EventLog:
         clock[lane] = start + seconds
         cls = classes[draw.choices(range(7), (1, 60, 30, 5, 1, 2, 1))[0]]
         reason = f"tensor 'x' size mismatch at index 1. expected {n}, actual {n + 1}" if cls != "first" else None
+        shared = {**base, "thread": f"drafter-{lane}", "device": f"cuda:{lane % 8}", "step": n // lanes + 1}
         waited = draw.choice((0.0, 0.02))
-        shared: dict[str, Any] = {"thread": f"drafter-{lane}", "device": f"cuda:{lane % 8}", "step": n // lanes + 1}
-        log.emit(
-            "compile",
-            **shared,
-            t=clock[lane],
-            **compile_fields(start=start, seconds=seconds, wait_seconds=waited, cls=cls, reason=reason),
-        )
+        fields = compile_fields(start=start, seconds=seconds, wait_seconds=waited, cls=cls, reason=reason)
+        found.append({**shared, "kind": "compile", "seq": 2 * n, "t": clock[lane], **fields})
         clock[lane] += 0.05
-        log.emit("step", **shared, t=clock[lane], loss=5 * math.exp(-n / events) + draw.random(), tokens=1, seconds=0.1)
-    return log
+        loss = 5 * math.exp(-n / events) + draw.random()
+        found.append({**shared, "kind": "step", "seq": 2 * n + 1, "t": clock[lane], "loss": loss, "seconds": 0.1})
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ FAMILIES: dict[str, Any] = {
     "mistral": lambda v: MistralConfig(**SIZES, vocab_size=v, num_key_value_heads=2, sliding_window=6),
     "gpt_neox": lambda v: GPTNeoXConfig(**SIZES, vocab_size=v),
 }
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations on tiny tensors take microseconds: a second thread only costs, and much on a machine that is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class NoTokenizer:

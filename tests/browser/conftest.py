@@ -182,6 +182,21 @@ class Lab:
         """Whether a cell is at work. (The kernel's own status turns idle after each answered widget message.)"""
         return "[*]:" in page.locator(".jp-InputArea-prompt").all_inner_texts()
 
+    @staticmethod
+    def outputs(page: Any) -> list[dict[str, Any]]:
+        """Every output of the open notebook: also those of cells that are out of sight, which the page leaves out."""
+        book = page.evaluate("() => window.jupyterapp.shell.currentWidget.content.model.toJSON()")
+        return [output for cell in book["cells"] for output in cell.get("outputs", ())]
+
+    @staticmethod
+    def wait_for_last_cell(page: Any, seconds: float) -> None:
+        """Waits until every code cell has run (a cell at work, or waiting, has no number)."""
+        page.wait_for_function(
+            """() => window.jupyterapp.shell.currentWidget.content.model.toJSON().cells.every(
+                cell => cell.cell_type != 'code' || cell.execution_count !== null)""",
+            timeout=1000 * seconds,
+        )
+
     def close(self) -> None:
         """Ends the server and its kernels: they are in the process group that was started for them."""
         if self.process.poll() is None:

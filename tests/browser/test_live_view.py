@@ -145,11 +145,12 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
     view.acknowledged("stop asked for", "stopped")
     view.until(lambda lanes: all("stopped" in said for said in lanes.values()), 60)
 
-    page.wait_for_function("![...document.querySelectorAll('.jp-InputArea-prompt')].some(p => p.innerText == '[*]:')")
-    assert view.errors() == []
-    images = page.locator(".jp-OutputArea-output img[src^='data:image/png']")
-    assert images.count() >= 2, "the dashboard as it ended, and the timeline"
-    images.last.scroll_into_view_if_needed()
+    lab.wait_for_last_cell(page, 90)
+    outputs = lab.outputs(page)
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 2, "the dashboard as it ended, and the timeline"
+    page.locator(".jp-OutputArea-output img[src^='data:image/png']").first.scroll_into_view_if_needed()
     picture(page, "01-ended-dark")
 
 

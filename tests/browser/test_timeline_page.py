@@ -84,7 +84,7 @@ def test_hostile_text_stays_text(offline_page: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_64_threads_and_100000_events_stay_usable(offline_page: Any, tmp_path: Path, picture: Picture) -> None:
-    run = timeline.from_events(huge(EventLog(None)).events, "huge")
+    run = timeline.from_events(huge(), "huge")
     page = opened(offline_page, run, tmp_path)
     assert "50,000 of 50,000" in page.inner_text("#count")
     paint = "(() => { const t = performance.now(); paint(); return performance.now() - t; })()"

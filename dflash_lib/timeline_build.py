@@ -1,0 +1,157 @@
+"""Makes a timeline of events, whoever wrote them: what a field should not hold is taken as unknown."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import re
+import sys
+from collections.abc import Iterable
+
+from . import events as log
+from . import reasons
+from .compile_metrics import PARTS
+from .timeline_model import NEEDED, Compile, Lane, Timeline
+
+LONGEST = 1e9  # seconds; a time beyond 30 years is none
+
+
+def build(events: Iterable[log.Event], name: str, unreadable: int = 0) -> Timeline:
+    """The timeline of events as :func:`events.settle` gives them."""
+    settled = list(events)
+    lanes: dict[tuple[int, str], Lane] = {}
+    many_nodes = len({event["node"] for event in settled}) > 1
+    raw: list[tuple[tuple[int, str], log.Event]] = []
+    for event in settled:
+        worker = event["thread"].startswith(("drafter", "target"))  # has a lane even where it never compiled
+        if event["kind"] not in ("step", "compile") and not worker:
+            continue
+        key = event["node"], event["thread"]
+        if key not in lanes:
+            label = f"node {event['node']} · {event['thread']}" if many_nodes else event["thread"]
+            lanes[key] = Lane(label, event["device"], event["thread"], event["node"], begin=_seconds(event["t"], 0.0))
+        lane = lanes[key]
+        lane.device = lane.device or event["device"]
+        t = _seconds(event["t"], 0.0)
+        lane.begin = min(lane.begin, _seconds(event.get("start"), t))
+        if event["kind"] == "step":
+            lane.step_ends.append(t)
+            lane.step_numbers.append(event["step"] if event["step"] is not None else len(lane.step_numbers) + 1)
+            lane.losses.append(_loss(event.get("loss")))
+            lane.step_seconds.append(_seconds(event.get("seconds"), math.nan))
+        elif event["kind"] == "compile":
+            raw.append((key, event))
+    ordered = dict(sorted(lanes.items(), key=lambda item: (item[0][0], _lane_order(item[0][1]))))
+    index = {key: i for i, key in enumerate(ordered)}
+    for key, event in raw:
+        ordered[key].compiles.append(_compile(event, index[key], ordered[key]))
+    for lane in ordered.values():
+        _no_overlap(lane)
+    return Timeline(name, list(ordered.values()), settled, unreadable)
+
+
+def _lane_order(thread: str) -> tuple[int, list[tuple[int, int, str]]]:
+    group = 0 if thread.startswith("drafter") else 1 if thread.startswith("target") else 3 if thread == "main" else 2
+    parts = re.split(r"([0-9]+)", thread)
+    return group, [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts if p]
+
+
+def _seconds(value: object, default: float) -> float:
+    """A time or a duration; what cannot be one is unknown, and what is a little below zero is zero."""
+    if type(value) is float and 0.0 <= value < LONGEST:  # nearly always
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LONGEST:
+        return max(0.0, float(value))
+    return default
+
+
+def _loss(value: object) -> float:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < sys.float_info.max
+    return float(value) if known else math.nan  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
+    seconds = _seconds(event.get("seconds"), 0.0)
+    start = _seconds(event.get("start"), max(0.0, _seconds(event["t"], 0.0) - seconds))
+    reason = _text(event.get("reason"))
+    kind, guard, source = (_text(event.get(name)) for name in ("reason_kind", "guard", "source"))
+    expected, actual = _text(event.get("expected")), _text(event.get("actual"))
+    if reason and kind is None:  # a log of another writer: read the reason here
+        parsed = reasons.parse(reason)
+        kind, guard, source = parsed.kind, guard or parsed.guard, source or parsed.source
+        expected, actual = expected or parsed.expected, actual or parsed.actual
+    cls = _text(event.get("cls")) or "first"
+    return Compile(
+        lane=lane_index,
+        start=start,
+        seconds=seconds,
+        wait=_seconds(event.get("wait_seconds"), 0.0),
+        cls=cls,
+        frame=base_frame(_text(event.get("frame")) or "unknown frame", lane.thread),
+        file=_text(event.get("file")),
+        line=_whole(event.get("line")),
+        compile_id=_text(event.get("compile_id")),
+        reason=reason,
+        kind=kind or ("failed" if cls == "failed" else None),
+        guard=guard,
+        expected=expected,
+        actual=actual,
+        source=source,
+        cache_size=_whole(event.get("cache_size")),
+        limit=_whole(event.get("limit")),
+        step=event["step"] if event["step"] is not None else _step_of(lane, start),
+        parts=_split(event.get("parts"), seconds),
+        is_recompile=cls not in NEEDED and (cls != "backward" or kind is not None),
+        begin=start,
+    )
+
+
+def base_frame(frame: str, thread: str) -> str:
+    """A frame's name without the lane's suffix that fx_patch.own_entry_point gives it."""
+    return frame.removesuffix(_suffix(thread))
+
+
+@functools.cache
+def _suffix(thread: str) -> str:
+    return "_" + re.sub(r"\W", "_", thread)
+
+
+def _step_of(lane: Lane, t: float) -> int | None:
+    """The step in progress at a time: the number of the first step that ends later."""
+    if not lane.step_ends:
+        return None
+    i = bisect.bisect_left(lane.step_ends, t)
+    return lane.step_numbers[i] if i < len(lane.step_ends) else lane.step_numbers[-1] + 1
+
+
+def _split(parts: object, seconds: float) -> tuple[float, float, float, float]:
+    """Seconds of dynamo, aot, inductor, triton that add up to ``seconds``; what is unaccounted for is Dynamo's."""
+    given = parts if isinstance(parts, dict) else {}
+    inner = [_seconds(given.get(part), 0.0) for part in PARTS[1:]]
+    total = sum(inner)
+    if total > seconds:
+        inner = [part * seconds / total for part in inner]
+        total = seconds
+    return seconds - total, inner[0], inner[1], inner[2]
+
+
+def _no_overlap(lane: Lane) -> None:
+    """Puts compiles that overlap in time (threads of the same name, a shuffled clock) into rows of their own."""
+    lane.compiles.sort(key=lambda c: (c.start, -c.seconds))
+    free: list[float] = []  # when each row's last compile ended
+    for c in lane.compiles:
+        row = next((r for r, end in enumerate(free) if c.start >= end - 1e-6), len(free))
+        if row == len(free):
+            free.append(0.0)
+        c.row, c.begin = row, min(c.start, max(c.start - c.wait, free[row], 0.0))
+        free[row] = max(free[row], c.end)
+    lane.rows = max(1, len(free))
