@@ -48,9 +48,12 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="JSON or YAML file of parameters; none: the defaults.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Exactly this run folder.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, wins over the file; repeatable.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--evaluate/--no-evaluate", help="Decode held-out prompts at the end.")
+    ] = True,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a drafter, with progress on the terminal."""
+    """Train a drafter, with progress on the terminal; then measure its acceptance length by real decoding."""
     from dflash_lib import fx_patch
 
     fx_patch.install()
@@ -62,8 +65,9 @@ def train(
         overrides["run_dir"] = str(run_dir)
     chosen = RunConfig.from_file(config, **overrides) if config else RunConfig.from_dict(overrides)
     run = Trainer(chosen).start(progress=True)
-    # SIGTERM takes the same road as Ctrl-C: stop at the next step boundary, leave a whole checkpoint.
     run.join()
+    if measure and run.state == "completed":
+        run.evaluate()
     print(summary(run.dir))
     _say({"run_dir": str(run.dir), "state": run.state}, as_json)
 
@@ -73,13 +77,12 @@ def demo(
     set_: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE for the notebook; repeatable.")] = None,
 ) -> None:
     """Run notebooks/01_train_drafter.ipynb headless, on whatever is there: the README's first command."""
-    from dflash_lib import runs
+    from dflash_lib import prepare, runs
     from dflash_lib.config import RunConfig
 
-    overrides = _override(set_ or [])
-    config = RunConfig.from_dict({"name": "demo", **overrides})
-    run_dir = runs.new_run_dir(config)
-    runs.execute(_notebook("01_train_drafter.ipynb"), {"name": "demo", **overrides, "run_dir": str(run_dir)}, run_dir)
+    chosen = {"name": "demo", "devices": prepare.demo_devices(), **_override(set_ or [])}
+    run_dir = runs.new_run_dir(RunConfig.from_dict(chosen))
+    runs.execute(_notebook("01_train_drafter.ipynb"), {**chosen, "run_dir": str(run_dir)}, run_dir)
     summary = run_dir / "summary.txt"
     print(summary.read_text(encoding="utf-8") if summary.exists() else f"run folder: {run_dir}")
 
