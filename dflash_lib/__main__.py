@@ -265,6 +265,8 @@ def _notebook(name: str) -> Path:
 
 
 def _terminate(number: int, frame: Any) -> None:
+    """Once is enough: ``timeout`` and torchrun send it to us and then to our group, and a second one would abort."""
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

@@ -88,6 +88,8 @@ def _optional(check: Any) -> BeforeValidator:
 Int = Annotated[int, BeforeValidator(_number_text)]
 Float = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_number_text)]
 Bool = Annotated[bool, BeforeValidator(_truth_text)]
+Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number_text)]
+OptionalBool = Annotated[bool | None, _optional(_truth_text)]
 OptionalInt = Annotated[int | None, _optional(_number_text)]
 OptionalFloat = Annotated[float | None, _optional(_number_text)]
 OptionalText = Annotated[str | None, _optional(lambda value: str(value) if isinstance(value, Path) else value)]
@@ -195,7 +197,7 @@ class RunConfig(Parameters):
     target_devices: Texts = Field(default_factory=list, description="devices of dedicated target threads")
     feature_cache: OptionalText = Field(None, description="folder of cached features (target_mode 'cached')")
     trust_remote_code: Bool = Field(False, description="run code from a hub repository; off unless asked for")
-    thinking: bool | None = Field(None, description="the chat template's enable_thinking, as it will be served")
+    thinking: OptionalBool = Field(None, description="the chat template's enable_thinking, as it will be served")
 
     # --- devices and threads ------------------------------------------------------------------------------------
     devices: Texts = Field("auto", description="'auto', or one entry per drafter thread; a device may repeat")
@@ -244,7 +246,9 @@ class RunConfig(Parameters):
     lr: Float = Field(6e-4, gt=0, le=1)
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: Float = Field(0.04, ge=0, le=1, description="share of the steps that warm up linearly")
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    betas: Annotated[list[Beta], BeforeValidator(_list_or_comma_text)] = Field(
+        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2
+    )
     weight_decay: Float = Field(0.0, ge=0)
     clip: Float = Field(1.0, gt=0, description="largest gradient norm")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
@@ -313,7 +317,9 @@ class RunConfig(Parameters):
         return {16: 7.0, 10: 5.0, 8: 4.0}.get(self.block_size, max(1.0, 0.44 * self.block_size))
 
 
-def _unknown(name: str, known: Mapping[str, Any]) -> str:
+def _unknown(name: Any, known: Mapping[str, Any]) -> str:
+    if not isinstance(name, str):  # YAML's 1, no, 2026-01-01
+        return f"{name}: is no parameter; names are text"
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: is no parameter" + (f"; did you mean {close[0]!r}?" if close else "; remove it or start it with _")
 

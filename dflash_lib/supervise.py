@@ -45,7 +45,7 @@ class Run:
         self._stop_by: float | None = None
         self._settings = ExitStack()
         self._context = contextvars.copy_context()  # torch's settings for the run live here, not in the caller's
-        self._terminated = False
+        self._supervised = self._terminated = False
 
     # --- beginning ------------------------------------------------------------------------------------------------
     @contextmanager
@@ -62,8 +62,13 @@ class Run:
         try:
             yield
         except BaseException as error:
-            self.record_failure("main", error)
-            self._end()
+            if not isinstance(error, (KeyboardInterrupt, SystemExit)):  # those are somebody's wish, no failure
+                self.record_failure("main", error)
+            trainer.abort()
+            if self._supervised:  # an interrupt of the last moment: the supervisor ends the run
+                self._wait_until_finished(self.trainer.config.stop_timeout)
+            else:
+                self._end()
             raise
 
     def launch(self, workers: Sequence[DrafterWorker | TargetWorker], shapes: int | None) -> None:
@@ -76,6 +81,7 @@ class Run:
         self._listen_for_sigterm()
         atexit.register(self._at_exit)
         self._threads = [self._context.run(fx_patch.run_in_thread, worker.main, name=worker.lane) for worker in workers]
+        self._supervised = True
         threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
 
     # --- waiting --------------------------------------------------------------------------------------------------
@@ -92,8 +98,8 @@ class Run:
         try:
             await asyncio.shield(ended)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            self.trainer.stop()
             try:
+                self.trainer.stop()
                 await asyncio.shield(ended)
             except (asyncio.CancelledError, KeyboardInterrupt):
                 self.trainer.abort()
@@ -108,11 +114,11 @@ class Run:
     def join(self, timeout: float | None = None) -> bool:
         """As :meth:`wait`, blocking; with a ``timeout`` in seconds it returns False when that has passed first."""
         try:
-            ended = self._finished.wait(timeout)
+            ended = self._wait_until_finished(timeout)
         except (KeyboardInterrupt, SystemExit):
-            self.trainer.stop()
             try:
-                self._finished.wait()
+                self.trainer.stop()
+                self._wait_until_finished()
             except (KeyboardInterrupt, SystemExit):
                 self.trainer.abort()
                 self._finished.wait(5)
@@ -120,6 +126,14 @@ class Run:
         if ended:
             self._raise()
         return ended
+
+    def _wait_until_finished(self, timeout: float | None = None) -> bool:
+        """Wakes now and then: a signal that the system gave to another thread is handled only when this one wakes."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._finished.wait(LOOK_EVERY if end is None else min(LOOK_EVERY, max(0.0, end - time.monotonic()))):
+            if end is not None and time.monotonic() >= end:
+                return False
+        return True
 
     def _raise(self) -> None:
         if self.error is not None:
@@ -234,7 +248,7 @@ class Run:
         def handler(number: int, frame: FrameType | None) -> Any:
             self._terminated = True
             self.trainer.stop()
-            self._finished.wait()
+            self._wait_until_finished()
             raise SystemExit(128 + number)
 
         signal.signal(signal.SIGTERM, handler)

@@ -29,6 +29,8 @@ def refused(**values: object) -> list[str]:
         (("cpu", "cpu"), "devices", ["cpu", "cpu"]),
         ("[128, 256]", "buckets", [128, 256]),
         ("none", "gamma", None),
+        ("none", "thinking", None),
+        ("0.8,0.99", "betas", [0.8, 0.99]),
     ],
 )
 def test_safe_values_are_coerced(given: object, field: str, expected: object) -> None:
@@ -56,6 +58,9 @@ def test_safe_values_are_coerced(given: object, field: str, expected: object) ->
         ("name", "../up"),
         ("objective", "mse"),
         ("target_layers", [1, 1]),
+        ("betas", "0.9,1"),
+        ("betas", [0.9, math.nan]),
+        ("thinking", "maybe"),
         ("target_mode", "dedicated"),
     ],
 )
@@ -91,7 +96,8 @@ def test_file_round_trip_and_faults(tmp_path) -> None:
     (tmp_path / "bad.yaml").write_text("steps: [1\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "wrong.yaml").write_text("steps: many\n")
-    for name in ("bad.json", "bad.yaml", "list.yaml", "wrong.yaml", "absent.yaml"):
+    (tmp_path / "number.yaml").write_text("1: 2\n")
+    for name in ("bad.json", "bad.yaml", "list.yaml", "wrong.yaml", "number.yaml", "absent.yaml"):
         with pytest.raises(ConfigError) as caught:
             RunConfig.from_file(tmp_path / name)
         assert name in str(caught.value)

@@ -90,8 +90,9 @@ def test_n_threads_of_b_rows_are_one_thread_of_n_times_b(tmp_path, dtype, tolera
 
 
 NODE = """
-import sys; sys.path.insert(0, {tests!r})
-from dflash_lib import fx_patch; fx_patch.install()
+import signal, sys; sys.path.insert(0, {tests!r})
+from dflash_lib import __main__ as shell, fx_patch; fx_patch.install()
+if {from_shell}: signal.signal(signal.SIGTERM, shell._terminate)
 import torch; torch.set_num_threads(1)
 from trainers import *
 from dflash_lib.threads import Trainer
@@ -381,8 +382,9 @@ def test_the_second_interrupt_aborts(tmp_path, monkeypatch):
 
 
 SCRIPT = """
-import sys; sys.path.insert(0, {tests!r})
-from dflash_lib import fx_patch; fx_patch.install()
+import signal, sys; sys.path.insert(0, {tests!r})
+from dflash_lib import __main__ as shell, fx_patch; fx_patch.install()
+if {from_shell}: signal.signal(signal.SIGTERM, shell._terminate)
 from trainers import *
 from dflash_lib.threads import Trainer
 config = tiny_config({run_dir!r}, compile=False, steps=100000)
@@ -390,12 +392,16 @@ Trainer(config, target=tiny_target(), dataset=rows(), heldout=rows(2)).start().j
 """
 
 
-def test_a_termination_stops_the_run_in_good_order(tmp_path):
-    script = SCRIPT.format(tests=str(Path(__file__).parent), run_dir=str(tmp_path))
+@pytest.mark.parametrize("from_shell", [False, True])
+def test_a_termination_stops_the_run_in_good_order(tmp_path, from_shell):
+    """Sent twice, as ``timeout`` does: to the process, then to its group."""
+    script = SCRIPT.format(tests=str(Path(__file__).parent), run_dir=str(tmp_path), from_shell=from_shell)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.DEVNULL)
     try:
         eventually(lambda: (tmp_path / "events.jsonl").exists() and of_kind(tmp_path, "step"), 120)
+        process.terminate()
+        time.sleep(0.003)
         process.terminate()
         assert process.wait(60) == 143
     finally:
@@ -404,18 +410,33 @@ def test_a_termination_stops_the_run_in_good_order(tmp_path):
     assert checkpoint.latest(tmp_path) is not None
 
 
-def test_ctrl_c_in_join_stops_and_is_raised(tmp_path):
+@pytest.mark.parametrize("to", ["process", "other thread"])
+def test_ctrl_c_in_join_stops_and_is_raised(tmp_path, to):
     _, run = started(tmp_path)
 
     def press():
         eventually(lambda: of_kind(tmp_path, "step"))
-        os.kill(os.getpid(), signal.SIGINT)
+        if to == "process":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:  # the main thread sleeps on
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         run.join()
     assert runs.read_status(tmp_path)["state"] == "stopped"
     assert checkpoint.latest(tmp_path) is not None
+
+
+def test_an_interrupt_while_loading_is_a_stop_and_no_failure(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_lib.threads.prepare.load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(tiny_config(tmp_path)).start()
+    status = runs.read_status(tmp_path)
+    assert (status["state"], status["error"]) == ("stopped", None)
 
 
 # --- failure ---------------------------------------------------------------------------------------------------------
