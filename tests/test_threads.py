@@ -177,11 +177,22 @@ def test_a_run_goes_on_with_another_number_of_threads(tmp_path):
     torch.testing.assert_close(masters(again.run_dir), masters(whole.run_dir), rtol=1e-8, atol=1e-10)
 
 
+def test_an_unknown_backend_is_the_users_error_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="backend: torch.compile has no 'nosuch'"):
+        Trainer(tiny_config(tmp_path / "run", backend="nosuch"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_nothing_is_left_to_resume(tmp_path):
     done = train(tmp_path / "done", steps=2)
     with pytest.raises(ConfigError, match="at step 2 already"):
         train(tmp_path / "more", steps=2, resume=str(done.run_dir))
-    assert runs.read_status(tmp_path / "more")["state"] == "failed"
+    before = (done.run_dir / "config.json").read_text()
+    with pytest.raises(ConfigError, match="at step 2 already"):
+        train(done.run_dir, steps=2, resume=str(done.run_dir))
+    assert runs.run_state(done.run_dir) == "completed"  # the run stays what it was
+    assert (done.run_dir / "config.json").read_text() == before
+    assert not (tmp_path / "more").exists()
 
 
 # --- compiles --------------------------------------------------------------------------------------------------------
