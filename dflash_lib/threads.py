@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -395,7 +396,8 @@ class Trainer:
         """A worker's error: keeps the first one, and ends the others."""
         if self.run is not None and self.run.record_failure(lane, error):
             what: dict[str, Any] = run_folder.error_record(error, lane)
-            self.log.emit("worker_failed", device=str(device), **what)
+            with suppress(OSError):  # a full disk
+                self.log.emit("worker_failed", device=str(device), **what)
         self._let_go()
         if self.run is not None:
             self.run.stop_by(time.monotonic() + self.config.stop_timeout)

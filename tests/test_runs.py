@@ -87,7 +87,7 @@ def test_a_run_is_not_written_over(tmp_path: Path, state: Any) -> None:
 
 def test_a_folder_of_runs_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="^runs_dir: .*file/.* cannot be made"):
+    with pytest.raises(ConfigError, match=r"^runs_dir: .*file/.* cannot be made"):
         runs.new_run_dir(config(tmp_path / "file"))
 
 
