@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -151,7 +152,7 @@ def evaluate(
         checkpoint,
         prompts=prompts or None,
         target=target,
-        out=out,
+        out=_folder(out),
         count=count,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -185,6 +186,7 @@ def timeline(
     """Draw the recompile timeline: PNG, SVG, one HTML file, and a Perfetto trace."""
     from dflash_lib import timeline as timelines
 
+    _folder(out)
     loaded = timelines.load(run)
     offenders = timelines.fail_after_step(loaded, fail_after_step) if fail_after_step is not None else []
     paths = timelines.draw_all(run, out=out)
@@ -248,12 +250,24 @@ def doctor(as_json: JsonFlag = False) -> None:
 
 
 def _device(name: str) -> str:
-    """'auto' is the first GPU, else the CPU."""
+    """'auto' is the first GPU, else the CPU; any other must be there."""
     import torch
 
-    if name != "auto":
-        return name
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    from dflash_lib import prepare
+
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UserError(f"--device: {name!r} is no device: use 'cpu', 'cuda:0', ... or 'auto'")
+    return str(prepare.check_devices("--device", [name])[0])
+
+
+def _folder(out: Path | None) -> Path | None:
+    """A folder to write to, looked at before the work that fills it."""
+    for path in [out, *out.absolute().parents] if out else []:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--out {out}: {path} is a file; name a folder")
+    return out
 
 
 def _notebook(name: str) -> Path:

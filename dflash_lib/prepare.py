@@ -73,6 +73,16 @@ def demo_devices(lanes: int = 3) -> list[str] | str:
     return [f"cuda:{i % count}" for i in range(max(lanes, count))] if count else "auto"
 
 
+def check_backend(name: str) -> None:
+    """Raises ConfigError where torch.compile knows no such backend."""
+    from torch._dynamo import list_backends
+
+    known = list_backends(None)
+    if name not in known:
+        usual = ", ".join(backend for backend in ("inductor", "aot_eager", "eager") if backend in known)
+        raise ConfigError(f"backend: torch.compile has no {name!r}; use {usual}")
+
+
 @dataclass
 class Ready:
     """Everything the threads share: read-only from here on."""
@@ -118,8 +128,12 @@ def load(
     target: Target | None = None,
     dataset: data.Dataset | None = None,
     heldout: data.Dataset | None = None,
+    *,
+    states: list[dict[str, Any]] | None = None,
 ) -> Ready:
-    """Loads target, data and, for a resumed or warm run, weights; checks what can be checked before a thread starts.
+    """Loads target, data and, for a warm run, weights; checks what can be checked before a thread starts.
+
+    ``states`` are those of :func:`resumed`.
 
     Raises:
         ConfigError, TargetError, DataError, CheckpointError: one line each.
@@ -161,16 +175,18 @@ def load(
         buckets=config.buckets or data.buckets([len(row) for row in dataset.rows]),
         drafter=drafter,
         prompts=[row.prompt for row in heldout.rows[: config.evaluate_prompts]],
+        resumed=states or [],
     )
-    ready.resumed = _resumed(config, len(places))
     if config.warm_start:
         loaded = checkpoint.load(config.warm_start, target=target)
         ready.warm = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
     return ready
 
 
-def _resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
-    """The training state of every worker; in independent mode each has its own checkpoint.
+def resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
+    """The training state of every worker; in independent mode each has its own checkpoint. Empty for a new run.
+
+    Looked at before the run folder is touched: a run that cannot go on stays what it was.
 
     Raises:
         ConfigError: nothing is left to do. CheckpointError: there is no such checkpoint.

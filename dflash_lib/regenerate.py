@@ -67,6 +67,9 @@ def regenerate(
         DataError: nothing to answer, or work of other settings lies beside ``out``.
     """
     out = Path(out)
+    for file in (out, heldout_out):
+        if file is not None and Path(file).is_dir():
+            raise DataError(f"{file}: is a folder; name the file to write")
     given = _prompts(prompts, count, heldout)
     wanted = (len(given) if given is not None else 0) if count is None else count + heldout
     if wanted < 1:

@@ -96,15 +96,18 @@ def _dated_run_dir(config: RunConfig) -> Path:
             return folder
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(f"runs_dir: {folder} cannot be made ({error.strerror})") from None
     raise ConfigError(f"runs_dir: {root} has a thousand runs of this second; choose another name")
 
 
 def _exact_run_dir(folder: Path, config: RunConfig) -> Path:
     resumed = Path(config.resume).expanduser().absolute() if config.resume else None
-    if resumed is None or (folder != resumed and folder not in resumed.parents):
-        state = run_state(folder)
-        if state in ("completed", "running"):
-            raise ConfigError(f"run_dir: {folder} holds a run that is {state}; name another folder, or resume it")
+    own, state = resumed is not None and (folder == resumed or folder in resumed.parents), run_state(folder)
+    if state == "running":
+        raise ConfigError(f"run_dir: {folder} holds a run that is running; name another folder, or stop that run first")
+    if state == "completed" and not own:
+        raise ConfigError(f"run_dir: {folder} holds a run that is completed; name another folder, or resume it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -183,7 +183,8 @@ class Run:
         while any(thread.is_alive() for thread in self._threads) and not self._given_up():
             time.sleep(LOOK_EVERY)
             if time.monotonic() - written > STATUS_EVERY:
-                self._write_status("running")
+                with suppress(OSError):  # a full disk must not end the watch
+                    self._write_status("running")
                 written = time.monotonic()
         self._end()
 
@@ -198,7 +199,8 @@ class Run:
         if late:
             seconds = self.trainer.config.stop_timeout
             message = f"stopped without {', '.join(late)}: no step boundary within {seconds:.0f} s"
-            self.trainer.log.emit("warning", message=message)
+            with suppress(OSError):
+                self.trainer.log.emit("warning", message=message)
         return True
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -208,10 +210,15 @@ class Run:
         state: State = "failed" if self.error else "stopped" if trainer.control.wishes.stop else "completed"
         try:
             self._context.run(self._settings.close)
-            trainer.log.emit("run_finished", step=self._step() or None, state=state)
+            with suppress(OSError):  # a full disk
+                trainer.log.emit("run_finished", step=self._step() or None, state=state)
             self.state = state
-            self._leave_pictures()
+            with suppress(OSError):
+                self._leave_pictures()
             self._write_status(state)
+        except OSError as error:  # the disk is full, the folder gone: whoever waits must hear of it
+            self.record_failure("supervisor", error)
+            state = "failed"
         finally:
             self.state = state
             atexit.unregister(self._at_exit)

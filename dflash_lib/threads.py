@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,8 @@ class Trainer:
         state: "new", "running", "completed", "failed" or "stopped".
 
     Raises:
-        ConfigError: a device that is not there, or a run folder that cannot be used.
+        ConfigError: a device or a backend that is not there, or a run folder that cannot be used.
+        CheckpointError: nothing to resume.
     """
 
     def __init__(
@@ -266,6 +268,9 @@ class Trainer:
         self.lanes = [f"drafter-{index}" for index in range(len(self.devices))]
         if self.nodes > 1 and config.mode == "independent":
             raise ConfigError("mode: 'independent' trains in one process; start it without torchrun")
+        if config.compile:
+            prepare.check_backend(config.backend)
+        self._states = prepare.resumed(config, len(self.devices))
         key = f"dflash/run_dir/{self.number}"
         self.run_dir = Path(collective.from_first_node(key, lambda: str(prepare.run_dir(config))))
         path = self.run_dir / "events.jsonl"
@@ -302,7 +307,7 @@ class Trainer:
         fx_patch.install()
         self.run = Run(self, progress=progress)
         with self.run.failing_early():
-            self.ready = prepare.load(self.config, self.devices, self.target_devices, *self._given)
+            self.ready = prepare.load(self.config, self.devices, self.target_devices, *self._given, states=self._states)
             self.teams = self._make_teams()
             self.workers = [DrafterWorker(self, *place) for place in self._places()]
             self.feeders = [
@@ -391,7 +396,8 @@ class Trainer:
         """A worker's error: keeps the first one, and ends the others."""
         if self.run is not None and self.run.record_failure(lane, error):
             what: dict[str, Any] = run_folder.error_record(error, lane)
-            self.log.emit("worker_failed", device=str(device), **what)
+            with suppress(OSError):  # a full disk
+                self.log.emit("worker_failed", device=str(device), **what)
         self._let_go()
         if self.run is not None:
             self.run.stop_by(time.monotonic() + self.config.stop_timeout)

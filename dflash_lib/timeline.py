@@ -73,6 +73,8 @@ def load(source: Source) -> Timeline:
 
         return torch_trace.load([path], name)
     scan = log.scan(path)
+    if path.name != "events.jsonl" and not scan.events and path.stat().st_size:
+        raise TimelineError(f"{path}: holds no event; name a run folder or its events.jsonl")
     return build(log.settle(scan.events), name, scan.unreadable)
 
 

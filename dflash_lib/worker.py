@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +33,16 @@ class Worker:
                 with fx_patch.worker_context(), on_device(self.device, self.trainer.all_devices):
                     self.work()
             except Aborted:
-                self.reporter.show("stopped")
+                self._last_word("stopped")
             except BaseException as error:
-                self.reporter.show("failed", f"{type(error).__name__}: {error}")
+                self._last_word("failed", f"{type(error).__name__}: {error}")
                 self.trainer.failed(self.lane, self.device, error)
             finally:
                 self.leave()
+
+    def _last_word(self, state: str, detail: str = "") -> None:
+        with suppress(OSError):  # a full disk, which may be the error itself, must not keep it from the trainer
+            self.reporter.show(state, detail)
 
     def work(self) -> None:
         raise NotImplementedError

@@ -78,7 +78,17 @@ def test_a_run_is_not_written_over(tmp_path: Path, state: Any) -> None:
     with pytest.raises(ConfigError, match=f"^run_dir: .* holds a run that is {state}; "):
         runs.new_run_dir(config(tmp_path, run_dir=str(tmp_path)))
     for resumed in (tmp_path, tmp_path / "checkpoints" / "step-000010"):
+        if state == "running":  # two writers in one folder
+            with pytest.raises(ConfigError, match="stop that run first"):
+                runs.new_run_dir(config(tmp_path, run_dir=str(tmp_path), resume=str(resumed)))
+            continue
         assert runs.new_run_dir(config(tmp_path, run_dir=str(tmp_path), resume=str(resumed))) == tmp_path
+
+
+def test_a_folder_of_runs_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^runs_dir: .*file/.* cannot be made"):
+        runs.new_run_dir(config(tmp_path / "file"))
 
 
 # --- status ---------------------------------------------------------------------------------------------------------

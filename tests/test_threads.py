@@ -177,11 +177,22 @@ def test_a_run_goes_on_with_another_number_of_threads(tmp_path):
     torch.testing.assert_close(masters(again.run_dir), masters(whole.run_dir), rtol=1e-8, atol=1e-10)
 
 
+def test_an_unknown_backend_is_the_users_error_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match=r"backend: torch\.compile has no 'nosuch'"):
+        Trainer(tiny_config(tmp_path / "run", backend="nosuch"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_nothing_is_left_to_resume(tmp_path):
     done = train(tmp_path / "done", steps=2)
     with pytest.raises(ConfigError, match="at step 2 already"):
         train(tmp_path / "more", steps=2, resume=str(done.run_dir))
-    assert runs.read_status(tmp_path / "more")["state"] == "failed"
+    before = (done.run_dir / "config.json").read_text()
+    with pytest.raises(ConfigError, match="at step 2 already"):
+        train(done.run_dir, steps=2, resume=str(done.run_dir))
+    assert runs.run_state(done.run_dir) == "completed"  # the run stays what it was
+    assert (done.run_dir / "config.json").read_text() == before
+    assert not (tmp_path / "more").exists()
 
 
 # --- compiles --------------------------------------------------------------------------------------------------------
@@ -481,6 +492,29 @@ def test_an_error_in_a_target_thread_ends_the_run_too(tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         run.join(30)
     assert runs.read_status(tmp_path)["error"]["thread"] == "target-0"
+
+
+@pytest.mark.parametrize("what", ["events", "everything"])
+def test_a_full_disk_is_a_failure_and_nobody_waits_for_ever(tmp_path, monkeypatch, what):
+    full = threading.Event()
+
+    def write(*given):
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        return given and write_line(*given)
+
+    write_line, write_status = events._write, runs.write_status
+    monkeypatch.setattr("dflash_lib.events._write", write)
+    monkeypatch.setattr("dflash_lib.supervise.STATUS_EVERY", 0.0)
+    if what == "everything":
+        monkeypatch.setattr("dflash_lib.supervise.runs.write_status", lambda *a, **k: write() or write_status(*a, **k))
+    _, run = started(tmp_path, steps=100_000)
+    eventually(lambda: of_kind(tmp_path, "step"))
+    full.set()
+    with pytest.raises(OSError, match="No space left"):
+        assert run.join(30)
+    assert run.state == "failed"
+    assert runs.read_status(tmp_path)["state"] == ("failed" if what == "events" else "running")
 
 
 def test_replicas_that_drift_apart_raise_an_alarm(tmp_path, monkeypatch):

@@ -1,0 +1,39 @@
+"""The shell's options: what cannot be used is one line and exit code 2, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_lib import __main__ as shell
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["evaluate", "run", "--device", "gpu"], "--device: 'gpu' is no device"),
+        (["evaluate", "run", "--device", "cuda:99"], "--device: cuda:99 does not exist"),
+        (["evaluate", "run", "--out", "file/x"], "file is a file; name a folder"),
+        (["timeline", "run", "--out", "file"], "file is a file; name a folder"),
+        (["regenerate", "out.jsonl"], "--count: say how many"),
+        (["train", "--set", "steps"], "--set steps: write NAME=VALUE"),
+        (["train", "--set", "backend=nosuch"], "backend: torch.compile has no 'nosuch'"),
+        (["train", "--set", "runs_dir=file"], "runs_dir: "),
+        (["train", "file"], "file: holds no names and values"),
+    ],
+)
+def test_a_users_error_is_one_line_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["dflash", *words])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as ended:
+        shell.main()
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert line in errors
+    assert len(errors.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
