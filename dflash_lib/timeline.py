@@ -73,6 +73,8 @@ def load(source: Source) -> Timeline:
 
         return torch_trace.load([path], name)
     scan = log.scan(path)
+    if scan.unreadable and not scan.events:
+        raise TimelineError(f"{path}: holds no event; name a run folder, or the events.jsonl of record_compiles")
     return build(log.settle(scan.events), name, scan.unreadable)
 
 

@@ -282,7 +282,9 @@ def test_unreadable_lines_are_counted_and_said(run_dir: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_said_in_a_line(run_dir: Path, tmp_path: Path) -> None:
-    for bad, words in ((tmp_path / "no", "no such file"), (tmp_path, "neither events.jsonl nor")):
+    (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
+    bads = (("no", "no such file"), ("", "neither events.jsonl nor"), ("other.jsonl", "holds no event"))
+    for bad, words in ((tmp_path / name, words) for name, words in bads):
         with pytest.raises(TimelineError, match=words) as error:
             timeline.load(bad)
         assert "\n" not in str(error.value)
