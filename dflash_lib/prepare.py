@@ -73,6 +73,19 @@ def demo_devices(lanes: int = 3) -> list[str] | str:
     return [f"cuda:{i % count}" for i in range(max(lanes, count))] if count else "auto"
 
 
+def check_backend(config: RunConfig) -> None:
+    """Whether torch knows the run's backend: before a target is loaded, not in the first thread that compiles.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    import torch._dynamo
+
+    known = torch._dynamo.list_backends(None)
+    if config.compile and config.backend not in known:
+        raise ConfigError(f"backend: {config.backend!r} is unknown to torch; use one of {', '.join(known)}")
+
+
 @dataclass
 class Ready:
     """Everything the threads share: read-only from here on."""

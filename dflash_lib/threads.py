@@ -260,6 +260,7 @@ class Trainer:
         self.config = config
         self.node, self.nodes = collective.join_nodes()
         self.number = next(_numbers)  # of this process's trainers: a second run must not inherit compile state
+        prepare.check_backend(config)
         self.devices = prepare.devices(config)
         self.target_devices = prepare.target_devices(config)
         self.all_devices = [*self.devices, *self.target_devices]
