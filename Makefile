@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?=
+# Options of JupyterLab; it refuses to run as root (as in most containers) unless told.
+LAB    ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo lab test lint soak gpu-check hazards clean
@@ -29,7 +31,7 @@ demo: install
 	$(BIN)/python -m dflash_lib demo
 
 lab: install
-	$(BIN)/jupyter lab --notebook-dir notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks $(LAB)
 
 lint: install
 	$(BIN)/ruff check .

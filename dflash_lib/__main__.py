@@ -157,6 +157,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         device=_device(device),
+        progress=_progress,
     )
     print(evaluation.table(acceptance))
     _say(acceptance, as_json)
@@ -247,6 +248,11 @@ def doctor(as_json: JsonFlag = False) -> None:
     _say([finding.__dict__ for finding in findings], as_json)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
+
+
+def _progress(what: str, done: int, of: int) -> None:
+    """One line on the error stream, written over until it is full."""
+    print(f"\r{what}: {done} of {of} prompts", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
 
 def _device(name: str) -> str:

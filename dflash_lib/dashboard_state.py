@@ -259,9 +259,8 @@ class Board:
         if lane is None:
             return
         lane.wait_seconds += _number(event.get("wait_seconds")) or 0.0
-        if done.cls != "cache_hit":
-            lane.compiles += 1
-            lane.compile_seconds += seconds
+        lane.compiles += 1
+        lane.compile_seconds += seconds
         if done.cls in ("recompile", "race_duplicate", "eager_fallback"):
             lane.recompiles += 1
         if done.reason:

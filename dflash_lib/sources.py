@@ -47,7 +47,8 @@ def why_not(name: str, error: Exception) -> str:
         return f"target {name!r}: cannot be loaded ({type(error).__name__}: {reason:.200})"
     if "trust_remote_code" in reason:
         return f"target {name!r}: wants to run code of its own; set trust_remote_code=True if you trust it"
+    reason = reason.partition(". ")[0]  # the first sentence: what follows is advice for those who call transformers
     return (
-        f"target {name!r}: cannot be had from the hub ({type(error).__name__}: {reason:.120}); "
+        f"target {name!r}: cannot be had from the hub ({type(error).__name__}: {reason:.200}); "
         "give a local folder, or use 'smollm2', the packaged target"
     )

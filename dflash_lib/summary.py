@@ -44,13 +44,14 @@ def _acceptance(folder: Path) -> str:
     found = runs.read_json(folder / "acceptance.json")
     if not isinstance(found, dict):
         return f"acceptance: not measured yet (python -m dflash_lib evaluate {folder})"
-    lines = [f"acceptance, from real speculative decoding (at most {found['block_size']} tokens a target pass):"]
+    step = f" of step {found['step']}" if found.get("step") is not None else ""
+    lines = [f"acceptance{step}, from real speculative decoding (at most {found['block_size']} tokens a target pass):"]
     for group in found["sets"]:
         low, high = group["ci95"]
         line = (
             f"  {group['name']}: {group['tau_mean']:.2f} tokens a pass [{low:.2f}, {high:.2f}] over {group['prompts']} "
-            f"prompts; {group['spec_tokens_per_s']:.1f} tokens/s against {group['plain_tokens_per_s']:.1f} plain: "
-            f"{group['speedup']:.2f} x"
+            f"prompt{'s' * (group['prompts'] != 1)}; {group['spec_tokens_per_s']:.1f} tokens/s against "
+            f"{group['plain_tokens_per_s']:.1f} plain: {group['speedup']:.2f} x"
         )
         if group.get("lossless") is not None:
             line += "; output " + ("as the target's own" if group["lossless"] else "DIFFERS from the target's own")

@@ -542,6 +542,12 @@ def test_rows_without_an_answer_are_loss_zero_and_a_warning(tmp_path):
     assert any("no position" in event["message"] for event in of_kind(tmp_path, "warning"))
 
 
+def test_a_backend_that_torch_does_not_know_is_refused_before_there_is_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"backend: .* no 'inducter'; use inductor, aot_eager"):
+        Trainer(tiny_config(tmp_path / "runs", compile=True, backend="inducter"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_devices_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cuda:63 does not exist"):
         Trainer(tiny_config(tmp_path, devices=["cuda:63"]))
