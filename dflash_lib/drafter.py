@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 
-FIRST_FINAL_NORM = 0.1
-
-
 @dataclass(frozen=True)
 class DrafterConfig:
     """Sizes and settings of a drafter. ``rope`` holds ``rope_theta`` and, where the target has them, ``rope_scaling``
@@ -205,17 +202,12 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def _first_weights(self, seed: int) -> None:
-        """Small matrices, norms of 1, and a quiet final norm.
-
-        A masked slot's stream begins as the mask token's own embedding, so with a final norm of 1 and a tied head that
-        token wins every slot: the first loss is about 64 on SmolLM2 instead of about ln V, and dozens of steps undo it.
-        """
         generator = torch.Generator(self.fc.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 1:
-                parameter.fill_(FIRST_FINAL_NORM if name == "norm.weight" else 1.0)
+                parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
 

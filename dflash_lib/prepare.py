@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, runs
+from . import checkpoint, collective, data, runs
 from . import target as targets
 from .collective import Team
 from .config import ConfigError, RunConfig
@@ -201,6 +201,11 @@ def resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
         return [state] * workers
     others = [folder.parent.parent / f"drafter-{index}" / "checkpoints" / folder.name for index in range(1, workers)]
     return [state, *map(checkpoint.load_training, others)]
+
+
+def shared_run_dir(config: RunConfig, number: int) -> Path:
+    """:func:`run_dir`, made by the first node and known to all; ``number`` tells a process's trainers apart."""
+    return Path(collective.from_first_node(f"dflash/run_dir/{number}", lambda: str(run_dir(config))))
 
 
 def run_dir(config: RunConfig) -> Path:

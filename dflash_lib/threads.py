@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -271,15 +270,13 @@ class Trainer:
         if config.compile:
             prepare.check_backend(config.backend)
         self._states = prepare.resumed(config, len(self.devices))
-        key = f"dflash/run_dir/{self.number}"
-        self.run_dir = Path(collective.from_first_node(key, lambda: str(prepare.run_dir(config))))
-        path = self.run_dir / "events.jsonl"
-        self.log = EventLog(path, attempt=events.next_attempt(path), node=self.node)
+        self.run_dir = prepare.shared_run_dir(config, self.number)
+        log = self.run_dir / "events.jsonl"
+        self.log = EventLog(log, attempt=events.next_attempt(log), node=self.node)
         self.monitor = CompileMonitor(self.log)
         self.control = Control()
         self.teams: list[Team] = []
-        self.workers: list[DrafterWorker] = []
-        self.feeders: list[TargetWorker] = []
+        self.workers, self.feeders = list[DrafterWorker](), list[TargetWorker]()
         self.run: Run | None = None
         self.at_finish: list[Callable[[], Any]] = []
         self._given = (target, dataset, heldout)
