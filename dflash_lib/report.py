@@ -73,9 +73,9 @@ def summary(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "loss": _mean(e.get("loss") for e in steps if e["step"] > last - LAST),
         "tokens_per_s": tokens / wall if wall > 0 else None,
         "seconds": max((e["t"] for e in events), default=None),
-        "compiles": sum(e.get("cls") != "cache_hit" for e in compiles),
+        "compiles": len(compiles),
         "recompiles": sum(e.get("cls") in ("recompile", "race_duplicate", "eager_fallback") for e in compiles),
-        "compile_seconds": sum(_value(e, "seconds") for e in compiles if e.get("cls") != "cache_hit"),
+        "compile_seconds": sum(_value(e, "seconds") for e in compiles),
         "wait_seconds": sum(_value(e, "wait_seconds") for e in compiles),
         "alarms": sum(e["kind"] == "alarm" for e in events),
     }
