@@ -270,7 +270,7 @@ class Trainer:
             raise ConfigError("mode: 'independent' trains in one process; start it without torchrun")
         if config.compile:
             prepare.check_backend(config.backend)
-        self._states = prepare.resumed(config, len(self.devices))
+        self._states = prepare.resumed(config, len(self.devices), target)
         key = f"dflash/run_dir/{self.number}"
         self.run_dir = Path(collective.from_first_node(key, lambda: str(prepare.run_dir(config))))
         path = self.run_dir / "events.jsonl"

@@ -177,6 +177,15 @@ def test_a_run_goes_on_with_another_number_of_threads(tmp_path):
     torch.testing.assert_close(masters(again.run_dir), masters(whole.run_dir), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("change", [{"drafter_layers": 2}, {"target_layers": [0, 2, 4]}, {"target_features": 2}])
+def test_a_resume_that_would_make_another_drafter_is_refused(tmp_path, change):
+    done = train(tmp_path, steps=1)
+    config = tiny_config(tmp_path, steps=2, resume=str(tmp_path), **{"target_features": 3, **change})
+    with pytest.raises(ConfigError, match=f"^{next(iter(change))}: .* a resume keeps them"):
+        Trainer(config)
+    assert runs.run_state(done.run_dir) == "completed"
+
+
 def test_an_unknown_backend_is_the_users_error_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"backend: torch\.compile has no 'nosuch'"):
         Trainer(tiny_config(tmp_path / "run", backend="nosuch"))
