@@ -90,9 +90,8 @@ def test_n_threads_of_b_rows_are_one_thread_of_n_times_b(tmp_path, dtype, tolera
 
 
 NODE = """
-import signal, sys; sys.path.insert(0, {tests!r})
-from dflash_lib import __main__ as shell, fx_patch; fx_patch.install()
-if {from_shell}: signal.signal(signal.SIGTERM, shell._terminate)
+import sys; sys.path.insert(0, {tests!r})
+from dflash_lib import fx_patch; fx_patch.install()
 import torch; torch.set_num_threads(1)
 from trainers import *
 from dflash_lib.threads import Trainer
@@ -449,7 +448,7 @@ def test_ctrl_c_in_join_stops_and_is_raised(tmp_path, to):
 
 
 def test_an_interrupt_while_loading_is_a_stop_and_no_failure(tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_lib.threads.prepare.load", interrupted)
