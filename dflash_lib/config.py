@@ -52,6 +52,12 @@ def _list_or_comma_text(value: Any) -> Any:
     return value
 
 
+def _numbers_text(value: Any) -> Any:
+    """As above, where one number alone is a list too."""
+    found = _list_or_comma_text(value)
+    return [found] if isinstance(found, str) else found
+
+
 def _no_bool(value: Any) -> Any:
     """True is an int in Python; as a number of steps it is a mistake."""
     if isinstance(value, bool):
@@ -211,7 +217,7 @@ class RunConfig(Parameters):
     heldout_data: Texts = Field("packaged", description="conversations that are never trained on")
     max_length: Int = Field(512, ge=16, le=262_144, description="longest row, in tokens")
     bucket_lengths: Bool = Field(True, description="pad rows to a few lengths, so that nothing recompiles")
-    buckets: Annotated[list[int] | None, _optional(_list_or_comma_text)] = Field(
+    buckets: Annotated[list[int] | None, _optional(_numbers_text)] = Field(
         None, description=f"row lengths, at most {MAX_BUCKETS}, multiples of {BUCKET_MULTIPLE}; None: chosen from data"
     )
     packing: Bool = Field(False, description="several conversations in one row, invisible to each other")
@@ -224,12 +230,14 @@ class RunConfig(Parameters):
         "random", description="'random': redrawn every epoch; 'fixed' costs 10-14 %% acceptance, for experiments"
     )
     gamma: OptionalFloat = Field(None, gt=0, description="decay of the slot weights; None: 7 / 5 / 4 for B 16 / 10 / 8")
-    mask_token: int | str | None = Field(None, description="token (or id) of masked slots; None: chosen")
+    mask_token: Annotated[int | str | None, _optional(lambda value: value)] = Field(
+        None, description="token (or id) of masked slots; None: chosen"
+    )
 
     # --- drafter ------------------------------------------------------------------------------------------------
     drafter_layers: Int = Field(5, ge=1, le=64)
     target_features: Int = Field(5, ge=1, le=32, description="number K of target layers whose outputs are used")
-    target_layers: Annotated[list[int] | None, _optional(_list_or_comma_text)] = Field(
+    target_layers: Annotated[list[int] | None, _optional(_numbers_text)] = Field(
         None, description="0-based ids of those layers; None: spread evenly"
     )
     sliding_window: OptionalInt = Field(None, ge=1, description="context tokens a drafter layer sees; None: all")

@@ -183,7 +183,7 @@ def load(
     return ready
 
 
-def resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
+def resumed(config: RunConfig, workers: int, target: Target | None = None) -> list[dict[str, Any]]:
     """The training state of every worker; in independent mode each has its own checkpoint. Empty for a new run.
 
     Looked at before the run folder is touched: a run that cannot go on stays what it was.
@@ -197,6 +197,7 @@ def resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
     state = checkpoint.load_training(folder)
     if state["step"] >= config.steps:
         raise ConfigError(f"steps: {folder} is at step {state['step']} already; ask for more than that")
+    _check_same_drafter(config, folder, target)
     if config.mode == "averaged":
         return [state] * workers
     others = [folder.parent.parent / f"drafter-{index}" / "checkpoints" / folder.name for index in range(1, workers)]
@@ -206,6 +207,22 @@ def resumed(config: RunConfig, workers: int) -> list[dict[str, Any]]:
 def shared_run_dir(config: RunConfig, number: int) -> Path:
     """:func:`run_dir`, made by the first node and known to all; ``number`` tells a process's trainers apart."""
     return Path(collective.from_first_node(f"dflash/run_dir/{number}", lambda: str(run_dir(config))))
+
+
+def _check_same_drafter(config: RunConfig, folder: Path, target: Target | None) -> None:
+    """A resumed drafter keeps its layers and the target layers that it reads; other choices of a run may change.
+
+    Raises:
+        ConfigError: it would become another drafter.
+    """
+    theirs = checkpoint.read_json(folder / checkpoint.CONFIG)
+    layers, ids = theirs.get("num_hidden_layers"), (theirs.get("dflash_config") or {}).get("target_layer_ids")
+    if layers != config.drafter_layers:
+        raise ConfigError(f"drafter_layers: {folder} has {layers}, not {config.drafter_layers}; a resume keeps them")
+    wanted = config.target_layers if target is None else list(target.layer_ids)
+    if not ids or (wanted or ids) != ids or (wanted is None and len(ids) != config.target_features):
+        name = "target_layers" if wanted else "target_features"
+        raise ConfigError(f"{name}: {folder} was trained for features of layers {ids}; a resume keeps them")
 
 
 def run_dir(config: RunConfig) -> Path:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .blocks import Blocks
 from .config import RunConfig
 from .drafter import Drafter, layer_forward, sdpa_attention
+from .errors import UserError
 from .head import Head
 from .lanes import own_entry_point
 from .loss import LossResult, drafter_loss, loss_chunk
@@ -262,7 +263,7 @@ class Replica:
         """The inverse of :meth:`state`, on any device and any number of threads.
 
         Raises:
-            ValueError: a parameter is missing or has another shape; the line names it.
+            UserError: a parameter is missing or has another shape; the line names it.
         """
         self._fill(self.masters, state["masters"])
         self.step = int(state["step"])
@@ -286,7 +287,7 @@ class Replica:
         for name, (_, shape) in self._layout.places.items():
             if name not in tensors or tensors[name].shape != shape:
                 found = tuple(tensors[name].shape) if name in tensors else "nothing"
-                raise ValueError(f"{name}: the checkpoint holds {found}, the drafter needs {tuple(shape)}")
+                raise UserError(f"{name}: the checkpoint holds {found}, the drafter needs {tuple(shape)}")
             self._layout.view(flat, name).copy_(tensors[name])
 
 

@@ -269,7 +269,7 @@ class Trainer:
             raise ConfigError("mode: 'independent' trains in one process; start it without torchrun")
         if config.compile:
             prepare.check_backend(config.backend)
-        self._states = prepare.resumed(config, len(self.devices))
+        self._states = prepare.resumed(config, len(self.devices), target)
         self.run_dir = prepare.shared_run_dir(config, self.number)
         log = self.run_dir / "events.jsonl"
         self.log = EventLog(log, attempt=events.next_attempt(log), node=self.node)

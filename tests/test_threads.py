@@ -90,9 +90,8 @@ def test_n_threads_of_b_rows_are_one_thread_of_n_times_b(tmp_path, dtype, tolera
 
 
 NODE = """
-import signal, sys; sys.path.insert(0, {tests!r})
-from dflash_lib import __main__ as shell, fx_patch; fx_patch.install()
-if {from_shell}: signal.signal(signal.SIGTERM, shell._terminate)
+import sys; sys.path.insert(0, {tests!r})
+from dflash_lib import fx_patch; fx_patch.install()
 import torch; torch.set_num_threads(1)
 from trainers import *
 from dflash_lib.threads import Trainer
@@ -175,6 +174,15 @@ def test_a_run_goes_on_with_another_number_of_threads(tmp_path):
     again = train(tmp_path / "again", dtype=torch.float64, devices=["cpu"] * 3, rows=2, resume=str(middle))
     assert losses(again.run_dir) == pytest.approx(losses(whole.run_dir)[3:], rel=1e-10)
     torch.testing.assert_close(masters(again.run_dir), masters(whole.run_dir), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("change", [{"drafter_layers": 2}, {"target_layers": [0, 2, 4]}, {"target_features": 2}])
+def test_a_resume_that_would_make_another_drafter_is_refused(tmp_path, change):
+    done = train(tmp_path, steps=1)
+    config = tiny_config(tmp_path, steps=2, resume=str(tmp_path), **{"target_features": 3, **change})
+    with pytest.raises(ConfigError, match=f"^{next(iter(change))}: .* a resume keeps them"):
+        Trainer(config)
+    assert runs.run_state(done.run_dir) == "completed"
 
 
 def test_an_unknown_backend_is_the_users_error_before_anything_is_written(tmp_path):
@@ -440,7 +448,7 @@ def test_ctrl_c_in_join_stops_and_is_raised(tmp_path, to):
 
 
 def test_an_interrupt_while_loading_is_a_stop_and_no_failure(tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_lib.threads.prepare.load", interrupted)
