@@ -297,13 +297,17 @@ def test_buttons_are_acknowledged_at_once_and_reach_the_trainer(make: Callable[.
     trainer = make(steps=2000, seconds=0.05, compile_seconds=0.05)
     dashboard = Dashboard(trainer)
     buttons = dashboard.panel._buttons
+
+    def lanes() -> str:
+        return dashboard.panel._html["lanes"].value
+
     trainer.start()
     until(lambda: not buttons["pause"].disabled)
     for what, effect in (("pause", ">paused<"), ("checkpoint", None), ("resume", ">running<")):
         buttons[what].click()
-        assert until(lambda what=what, effect=effect: shown(dashboard).count(f"{what} asked for") == 2
-                     or (effect and shown(dashboard).count(effect) == 2)) < 0.4  # fmt: skip
-        until(lambda effect=effect: effect is None or shown(dashboard).count(effect) == 2)
+        assert until(lambda what=what, effect=effect: lanes().count(f"{what} asked for") == 2
+                     or (effect and lanes().count(effect) == 2)) < 0.4  # fmt: skip
+        until(lambda effect=effect: effect is None or lanes().count(effect) == 2)
     buttons["stop"].click()
     trainer.join()
     assert [what for what, _ in trainer.asked] == ["pause", "checkpoint", "resume", "stop"]
