@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from .timeline_lanes import FAINT, INK, MOST_TITLES, Position, boxes, draw_lanes, with_titles
 from .timeline_model import Lane, Offender, Timeline
@@ -146,9 +147,13 @@ def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
             marker="o" if len(x) == 1 else None,
             markersize=3,
         )
-    axes.set_ylabel("loss" if loss else "seconds a step", size=8.5)
-    if not loss and everything and min(everything) > 0 and max(everything) > 30 * float(np.median(everything)):
+    axes.set_ylabel("loss, nats a token" if loss else "seconds a step", size=8.5)
+    # First steps (a start from nothing, a compile) must not flatten all the others.
+    if everything and min(everything) > 0 and max(everything) > (4 if loss else 30) * float(np.median(everything)):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_locator(NullLocator())
     if alone and everything:
         axes.legend(fontsize=7.5, frameon=False, loc="upper right", ncols=min(4, len(timeline.lanes)), labelcolor=FAINT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -81,3 +82,14 @@ def test_no_module_is_named_after_nothing() -> None:
     assert not names & {"utils", "helpers", "misc", "common"}
     for path in (ROOT / "dflash_lib").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 400, f"{path.name} has more than one job"
+
+
+def test_the_map_has_every_module_with_its_own_first_line() -> None:
+    rows = [line for line in (ROOT / "docs" / "map.md").read_text().splitlines() if line.startswith("| `")]
+    expected = set()
+    for path in (ROOT / "dflash_lib").glob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"{path.name} does not say its job"
+        expected.add(f"| `{path.name}` | {docstring.splitlines()[0]} |")
+    assert set(rows) == expected
+    assert len(rows) == len(expected)
