@@ -78,10 +78,15 @@ def demo(
     set_: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE for the notebook; repeatable.")] = None,
 ) -> None:
     """Run notebooks/01_train_drafter.ipynb headless, on whatever is there: the README's first command."""
+    from dflash_lib import doctor as checks
     from dflash_lib import prepare, runs
     from dflash_lib.config import RunConfig
 
     chosen = {"name": "demo", "devices": prepare.demo_devices(), **_override(set_ or [])}
+    reason = checks.no_cpp()
+    if reason and chosen["devices"] == "auto" and "backend" not in chosen:
+        print(f"{reason}; meanwhile the demo compiles with aot_eager, which needs neither", flush=True)
+        chosen["backend"] = "aot_eager"
     run_dir = runs.new_run_dir(RunConfig.from_dict(chosen))
     runs.execute(_notebook("01_train_drafter.ipynb"), {**chosen, "run_dir": str(run_dir)}, run_dir)
     summary = run_dir / "summary.txt"

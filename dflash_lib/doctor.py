@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,7 @@ def examine(target: str = "smollm2") -> list[Finding]:
 
 
 def text(findings: list[Finding]) -> str:
-    """A line each, the worst word first."""
+    """A line each, its state first."""
     marks = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}
     width = max((len(finding.what) for finding in findings), default=0)
     return "\n".join(f"{marks[finding.state]}  {finding.what:<{width}}  {finding.detail}" for finding in findings)
@@ -72,15 +74,21 @@ def _torch() -> Iterator[Finding]:
         yield Finding(package, "ok" if found else "missing", found or f"not installed: {hint}")
 
 
-def _compilers() -> Iterator[Finding]:
-    import shutil
+def no_cpp() -> str | None:
+    """Why Inductor cannot write code for this CPU, with what to do about it; None where it can."""
+    if not (os.environ.get("CXX") or any(shutil.which(name) for name in ("g++", "clang++", "c++"))):
+        return "no C++ compiler: apt install g++"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else "no Python headers: apt install python3-dev"
 
-    compiler = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+
+def _compilers() -> Iterator[Finding]:
+    reason = no_cpp()
     # Inductor writes C++ for a CPU; without a compiler the 'aot_eager' backend still works.
     yield Finding(
-        "C++ compiler",
-        "ok" if compiler else "note",
-        compiler or "none: apt install g++, or train with backend=aot_eager on a CPU",
+        "C++ for the CPU",
+        "note" if reason else "ok",
+        f"{reason}, or train with backend=aot_eager on a CPU" if reason else "a compiler and Python's headers",
     )
     triton = _version("triton")
     yield Finding("triton", "ok" if triton else "note", triton or "not installed: needed on CUDA")
