@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from .events import EventLog
 from .replica import Pending
+
+BEHIND = (10, 20)  # a thread that kept this one waiting in so many of its last so many steps is behind
 
 
 class Reporter:
@@ -24,6 +27,8 @@ class Reporter:
         self.state, self.detail = "", ""
         self.step = 0
         self._due: tuple[Pending, dict[str, Any]] | None = None
+        self._waited: set[str] = set()  # for whom, in the step that goes on
+        self._waits: deque[set[str]] = deque(maxlen=BEHIND[1])
 
     def show(self, state: str, detail: str = "") -> None:
         """A state event, when the state is another than before."""
@@ -33,8 +38,22 @@ class Reporter:
             self.log.emit("state", state=state, **fields)
 
     def waiting(self, missing: list[int]) -> None:
-        """Names the threads that this one waits for; given to the team's meetings."""
-        self.show("waiting_others", "for " + ", ".join(self.lanes[rank] for rank in missing))
+        """Names the threads that this one waits for; the meetings of a team call it after half a second."""
+        names = [self.lanes[rank] for rank in missing]
+        self._waited.update(names)
+        self.show("waiting_others", "for " + ", ".join(names))
+
+    def _watch_for_stragglers(self) -> None:
+        """A compile makes others wait once; a thread that does so step after step is an alarm, given once a stretch."""
+        self._waits.append(self._waited)
+        self._waited = set()
+        for name in set().union(*self._waits):
+            times = sum(name in step for step in self._waits)
+            if times >= BEHIND[0]:
+                message = f"{name} kept this thread waiting in {times} of the last {len(self._waits)} steps"
+                self.log.emit("alarm", step=self.step, alarm="thread_behind", message=message)
+                self._waits.clear()
+                return
 
     def stepped(self, step: int, figures: Pending, began: float, **fields: Any) -> None:
         """A step is through the host; ``fields`` are those of the contract that the device does not know.
@@ -47,6 +66,7 @@ class Reporter:
         self._due = (figures, {"step": step, "seconds": round(time.monotonic() - began, 6), **fields})
         if not self.late:
             self.flush()
+        self._watch_for_stragglers()
         if self.state == "waiting_others":
             self.show("running")
 
