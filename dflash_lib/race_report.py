@@ -255,7 +255,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
                 colour, hatch = _LOOKS[result.outcome]
                 ax.barh(place, value(result), color=colour, hatch=hatch, edgecolor="white", linewidth=0)
                 inside = row == 1 and value(result) > 0
-                ax.annotate(
+                note = ax.annotate(
                     _label(result, row),
                     (0 if inside else value(result), place),
                     (3, 0),
@@ -264,6 +264,7 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
                     fontsize=6.5,
                     bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none"} if inside else None,
                 )
+                note.set_in_layout(False)  # its length must not squeeze the axes
             ax.set_xlabel(label, fontsize=8)
             ax.tick_params(labelsize=8, labelbottom=True)
             ax.spines[["top", "right"]].set_visible(False)
@@ -305,7 +306,8 @@ def _label(result: Result, row: int) -> str:
     if row == 0 and result.outcome in ("hang", "crash"):
         return result.outcome
     if row == 1 and result.errors:
-        return errors_in_words(result, _SHORT)
+        kinds = errors_in_words(result, _SHORT).split(", ")
+        return ", ".join(kinds[:2]) + (" ..." if len(kinds) > 2 else "")
     if row == 2 and result.differences and result.differences["lanes"]:
         return f"{result.differences['lanes']} lanes differ"
     return ""
