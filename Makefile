@@ -18,10 +18,10 @@ help:
 	@echo "make hazards     the hazard matrix of the installed torch (TORCH=2.14.1: of that one)"
 
 # One stamp per virtual environment: installing again happens only when a list of dependencies changed.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[notebook,target,test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[notebook,target,tensorboard,trackio,test]"
 	$(BIN)/python -m pip install --quiet --no-deps $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['tool']['dflash']['no-deps'])")
 	@touch $@
 
