@@ -45,9 +45,9 @@ def chromium() -> str:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Any]:
-    """One browser for the session (playwright's Browser)."""
+    """One browser for a module (playwright's Browser): while it is open, this thread has a running event loop."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

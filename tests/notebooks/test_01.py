@@ -73,18 +73,30 @@ def test_the_notebook_leaves_what_it_promises(tmp_path, tiny, monkeypatch):
 
 
 def test_a_workers_error_ends_papermill_with_its_traceback(tmp_path, tiny):
-    """A backend that does not exist is found in the threads, where each compiles for itself."""
-    parameters = {**tiny, "target_layers": [0, 2, 3], "run_dir": str(tmp_path / "run"), "backend": "no_such_backend"}
+    """A backend that raises does so in the threads, where each compiles for itself."""
+    notebook = json.loads(NOTEBOOK.read_text())
+    fault = {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": "fault",
+        "metadata": {},
+        "outputs": [],
+        "source": "import torch._dynamo as _dynamo\n\n\ndef _breaks(graph, inputs):\n"
+        "    raise RuntimeError('this backend breaks')\n\n\n_dynamo.register_backend(_breaks, name='breaks')",
+    }
+    notebook["cells"].insert(2, fault)  # after isolation is installed
+    (tmp_path / "faulty.ipynb").write_text(json.dumps(notebook))
+    parameters = {**tiny, "target_layers": [0, 2, 3], "run_dir": str(tmp_path / "run"), "backend": "breaks"}
     (tmp_path / "p.json").write_text(json.dumps(parameters))  # JSON is YAML
-    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "out.ipynb"), "--no-progress-bar"]
-    command += ["-k", "python3", "-f", str(tmp_path / "p.json")]
+    command = [sys.executable, "-m", "papermill", str(tmp_path / "faulty.ipynb"), str(tmp_path / "out.ipynb")]
+    command += ["--no-progress-bar", "-k", "python3", "-f", str(tmp_path / "p.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_PLATFORM_DIRS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
-    assert "no_such_backend" in done.stderr and "make_replica" in done.stderr, done.stderr[-3000:]
+    assert "this backend breaks" in done.stderr and "learn_from" in done.stderr, done.stderr[-3000:]
     status = runs.read_status(tmp_path / "run")
     assert status["state"] == "failed"
-    assert status["error"]["thread"].startswith("drafter-") and "make_replica" in status["error"]["traceback"]
+    assert status["error"]["thread"].startswith("drafter-") and "learn_from" in status["error"]["traceback"]
 
 
 def test_the_notebook_as_committed():
