@@ -72,7 +72,7 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shared none": ("none", "shared_gpu_backward", {"steps": 20}),
     "shared warmup_lock": ("warmup_lock", "shared_gpu_backward", {"steps": 20}),
     "shared thread_local": ("thread_local", "shared_gpu_backward", {"stall": 30.0}),
-    "endless": ("none", "compile_storm", {"steps": 10_000, "stall": 1000.0, "timeout": 10.0}),
+    "endless": ("none", "compile_storm", {"steps": 100_000, "seconds": 600.0, "stall": 1000.0, "timeout": 40.0}),
 }
 
 
