@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_lib.atomic import replace_folder, write_json
 from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
-from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from dflash_lib.drafter import Drafter
@@ -81,11 +82,11 @@ def save(
 
     def write(folder: Path) -> None:
         write_tensors(tensors, folder / MODEL)
-        write_json(config, folder / CONFIG)
+        write_json(folder / CONFIG, config)
         if extra_state is not None:
             _write_training(folder, extra_state, step)
 
-    return replace_folder(Path(path), write)
+    return replace_folder(path, write)
 
 
 def load(
@@ -179,7 +180,7 @@ def _write_training(folder: Path, state: Mapping[str, Any], step: int) -> None:
     packed = _pack(dict(state), "state", tensors)
     stamp = uuid.uuid4().hex  # ties the two files together, should a crash fall between them
     write_tensors(tensors, folder / TRAINING_TENSORS, {"save": stamp})
-    write_json({"v": 1, "step": step, "save": stamp, "state": packed}, folder / TRAINING_STATE)
+    write_json(folder / TRAINING_STATE, {"v": 1, "step": step, "save": stamp, "state": packed})
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_json, write_status
+from .atomic import write_json
+from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_status
 
 
 class NotebookFailed(RuntimeError):

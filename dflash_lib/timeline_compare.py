@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .atomic import write_bytes
 from .timeline_model import Offender, Timeline
 from .timeline_style import clean, seconds
 
@@ -126,13 +127,14 @@ class Comparison:
         Raises:
             TimelineError: another suffix.
         """
-        from .timeline import TimelineError, write
+        from .timeline import TimelineError
         from .timeline_compare_picture import picture
 
         path = Path(out)
         if path.suffix not in (".png", ".svg"):
             raise TimelineError(f"{path}: a comparison is drawn as .png or .svg")
-        return write(path, picture(self, path.suffix[1:]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_bytes(path, picture(self, path.suffix[1:]))
 
     def __str__(self) -> str:
         return self.table()

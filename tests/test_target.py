@@ -344,7 +344,7 @@ import sys, time
 from dflash_lib import packaged
 
 def convert(source, done, progress):
-    making = done.parent / f".{done.name}-x"
+    making = done.parent / f".{done.name}.x.tmp"
     making.mkdir()
     (making / "model.safetensors").write_bytes(b"12345")
     print("converting", flush=True)
