@@ -5,8 +5,8 @@ A checkpoint is a folder::
     checkpoints/step-000100/
         model.safetensors      the drafter's tensors, named as DFlash names them
         config.json            the layout z-lab's checkpoints have, so that a checkpoint is already an export
-        training.safetensors   tensors of the training state (optimizer moments, float32 masters, ...)
-        training.json          everything else of it: step, scheduler, data position
+        training.safetensors   tensors of the training state: float32 masters, AdamW's moments
+        training.json          everything else of it: step, position in the data
 
 Nothing is pickled, so a checkpoint from anywhere is safe to open. A folder is written under a temporary name, flushed
 and then renamed: it is there whole or it is not there. Formats of other projects are in :mod:`dflash_lib.exchange`.
@@ -46,7 +46,6 @@ __all__ = [
     "prune",
     "resolve",
     "save",
-    "save_training",
 ]
 
 MODEL, CONFIG = "model.safetensors", "config.json"
@@ -149,16 +148,8 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 
 # --- training state ----------------------------------------------------------------------------------------------
-def save_training(path: str | os.PathLike[str], state: Mapping[str, Any], *, step: int) -> None:
-    """Adds (or replaces) the training state of an existing checkpoint folder; see :func:`save`'s ``extra_state``."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is no folder")
-    _write_training(folder, state, step)
-
-
 def load_training(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tree that was given to :func:`save` or :func:`save_training`, tensors on the CPU, plus ``"step"``.
+    """The tree that was given to :func:`save` as ``extra_state``, tensors on the CPU, plus ``"step"``.
 
     Raises:
         CheckpointError: there is none, it is damaged, or its two files are of different saves.

@@ -65,7 +65,7 @@ def execute(
     # papermill warns about every parameter that the tagged cell lacks; RunConfig refuses the wrong ones by name.
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
-        with _progress(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
+        with progress_bar(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
             papermill.execute_notebook(
                 notebook,
                 output,
@@ -115,7 +115,7 @@ def _end(folder: Path, state: str, begun: float, error: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def _progress(folder: Path, title: str) -> Iterator[None]:
+def progress_bar(folder: Path, title: str) -> Iterator[None]:
     """Keeps a :class:`RunProgress` up to date from a thread of its own."""
     ended = threading.Event()
     bar = RunProgress(folder, title)

@@ -72,9 +72,6 @@ class Comparison:
         """Whether anything recompiles in b that did not in a, or more often than in a."""
         return any(row.counts[1] > row.counts[0] for row in self.rows)
 
-    def by_status(self, status: Status) -> list[Row]:
-        return [row for row in self.rows if row.status == status]
-
     def totals(self) -> list[tuple[str, float, float]]:
         """What each run cost in all: (what, a, b)."""
 
