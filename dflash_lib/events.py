@@ -1,7 +1,7 @@
 """Typed events and the append-only JSONL log that every view of a run is drawn from.
 
-One object a line; the format is docs/contracts.md. This module imports neither torch nor anything else of the
-package, so a log can be written by any process and read by any other.
+One object a line; the format is docs/contracts.md. Neither this module nor event_reading, its other half, imports
+torch or anything else of the package, so a log can be written by any process and read by any other.
 
 Three things are easy to get wrong, and are decided here:
 
@@ -42,7 +42,6 @@ __all__ = [
     "settle",
 ]
 VERSION = 1
-BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
 
 # --- lanes: whose event is it? ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from trainers import rows, tiny_config, tiny_target
@@ -357,6 +358,7 @@ def test_evaluation_at_a_boundary_is_an_event_and_changes_nothing(tmp_path):
     config = {"evaluate_every": 2, "evaluate_prompts": 2, "evaluate_tokens": 6}
     watched = train(tmp_path / "watched", steps=4, **config)
     (found,) = of_kind(watched.run_dir, "evaluation")
+    jsonschema.validate(found, json.loads((ROOT / "tests" / "schemas" / "event.schema.json").read_text()))
     assert (found["step"], found["thread"]) == (2, "drafter-0")
     (group,) = found["sets"]
     assert group["name"] == "heldout" and group["prompts"] == 2 and 1.0 <= group["tau_mean"] <= 4.0
