@@ -34,8 +34,10 @@ __all__ = [
     "current_step",
     "in_lane",
     "lane",
+    "current_plan",
     "mark_step",
     "next_attempt",
+    "planned",
     "read",
     "read_all",
     "scan",
@@ -49,6 +51,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.lanes: list[tuple[str, str]] = []
         self.step: int | None = None
+        self.plan: str | None = None
 
 
 _here = _Here()
@@ -88,6 +91,24 @@ def mark_step(step: int | None) -> None:
 def current_step() -> int | None:
     """The step given to :func:`mark_step` in this thread, or None."""
     return _here.step
+
+
+@contextmanager
+def planned(what: str | None) -> Iterator[None]:
+    """Says that this thread is to compile for ``what`` ("length 384"), which it will meet again; None: nothing is said.
+
+    Wrap every call: in each thread a function's first compile for a ``what`` is planned, any later one is not.
+    """
+    before, _here.plan = _here.plan, what
+    try:
+        yield
+    finally:
+        _here.plan = before
+
+
+def current_plan() -> str | None:
+    """What :func:`planned` says in this thread, or None."""
+    return _here.plan
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

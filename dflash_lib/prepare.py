@@ -74,13 +74,18 @@ def demo_devices(lanes: int = 3) -> list[str] | str:
 
 
 def check_backend(name: str) -> None:
-    """Raises ConfigError where torch.compile knows no such backend."""
-    from torch._dynamo import list_backends
+    """Loads a backend of torch.compile, so that threads find it loaded: torch fails where two of them load it at once.
+
+    Raises:
+        ConfigError: torch.compile knows no such backend.
+    """
+    from torch._dynamo import list_backends, lookup_backend
 
     known = list_backends(None)
     if name not in known:
         usual = ", ".join(backend for backend in ("inductor", "aot_eager", "eager") if backend in known)
         raise ConfigError(f"backend: torch.compile has no {name!r}; use {usual}")
+    lookup_backend(name)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import events
 from .blocks import Blocks
 from .config import RunConfig
 from .drafter import Drafter
@@ -179,28 +180,29 @@ class Replica:
 
         Shapes are those of :class:`~dflash_lib.drafter.Drafter` and :func:`~dflash_lib.loss.drafter_loss`.
         """
-        hidden = self.drafter(
-            features,
-            block_embeddings,
-            context_positions,
-            blocks.positions,
-            mask,
-            layer=self.layer,
-            attention=self.attention,
-        )
-        result = drafter_loss(
-            hidden,
-            head,
-            blocks.labels,
-            blocks.weights,
-            block_size=blocks.block_size,
-            objective=self.config.objective,
-            alpha=self.config.dpace_alpha,
-            target_hidden=target_hidden,
-            label_source=self.config.label_source,
-            chunk=self.chunk,
-        )
-        result.loss_sum.backward()
+        with events.planned(f"length {features.shape[1]}" if self.config.bucket_lengths else None):
+            hidden = self.drafter(
+                features,
+                block_embeddings,
+                context_positions,
+                blocks.positions,
+                mask,
+                layer=self.layer,
+                attention=self.attention,
+            )
+            result = drafter_loss(
+                hidden,
+                head,
+                blocks.labels,
+                blocks.weights,
+                block_size=blocks.block_size,
+                objective=self.config.objective,
+                alpha=self.config.dpace_alpha,
+                target_hidden=target_hidden,
+                label_source=self.config.label_source,
+                chunk=self.chunk,
+            )
+            result.loss_sum.backward()
         with torch.no_grad():
             measured = torch.stack([result.loss_sum.detach(), result.weight_sum]).to(self._own.dtype)
             self._own += measured

@@ -131,7 +131,8 @@ def fail_after_step(source: Source, step: int) -> list[Offender]:
     """What recompiled after this step, the most wasteful first; empty is good.
 
     A compile belongs to the step in whose course it happened (from 1). Counted are recompiles, race duplicates, eager
-    fallbacks and failures; a new function's first compile is not one. A log without steps counts as one step.
+    fallbacks and failures; a new function's first compile is not one, nor is a planned one (a length that had been
+    announced). A log without steps counts as one step.
     """
     return load(source).offenders(after_step=step)
 
@@ -162,7 +163,7 @@ def summary(source: Source) -> str:
     if len(timeline.lanes) > 16:
         lines.append(f"... and {len(timeline.lanes) - 16} more threads")
     wasted = sum(lane.wasted for lane in timeline.lanes)
-    lines.append(f"wasted in all: {wasted:.2f} s (recompiles, and waiting for other threads' compiles)")
+    lines.append(f"wasted in all: {wasted:.2f} s (avoidable compiles, and waiting for them)")
     if offenders := timeline.offenders():
         lines += ["", "worst offenders:", *(f"  {offender}" for offender in offenders[:5])]
     if timeline.unreadable:

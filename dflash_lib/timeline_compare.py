@@ -76,7 +76,7 @@ class Comparison:
         """What each run cost in all: (what, a, b)."""
 
         def of(timeline: Timeline) -> tuple[float, ...]:
-            again = [c for c in timeline.compiles if c.is_recompile and c.cls != "backward"]
+            again = [c for c in timeline.compiles if c.avoidable and c.cls != "backward"]
             spent = sum(lane.compile_seconds for lane in timeline.lanes)
             waited = sum(lane.wait_seconds for lane in timeline.lanes)
             wasted = sum(lane.wasted for lane in timeline.lanes)
