@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_bytes, write_text
 from .dashboard_state import Board
 from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural, starts_high, waiting
-from .run_folder import write_text
 from .timeline_style import WAITING, look
 
 _LINES = {"": "-", "6 3": "--", "2 2": ":", "8 3 2 3": "-."}
@@ -126,8 +126,5 @@ def save(board: Board, run_dir: str | os.PathLike[str], title: str, picture: byt
     """Writes ``loss.png`` and ``dashboard.html`` into the run folder and returns their paths."""
     folder = Path(run_dir)
     picture = png(board, title) if picture is None else picture
-    temporary = folder / ".loss.png.tmp"
-    temporary.write_bytes(picture)
-    temporary.replace(folder / "loss.png")
-    write_text(folder / "dashboard.html", page(board, title))
-    return [folder / "loss.png", folder / "dashboard.html"]
+    html = page(board, title)
+    return [write_bytes(folder / "loss.png", picture), write_text(folder / "dashboard.html", html)]

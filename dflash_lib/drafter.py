@@ -22,7 +22,6 @@ from dflash_lib.layer import (
     Shape,
     attention_for,
     finish,
-    flex_attention_call,
     keys_values,
     layer_forward,
     linear,
@@ -31,15 +30,6 @@ from dflash_lib.layer import (
     sdpa_attention,
 )
 from dflash_lib.rope import Rope, rope_at, rotary_frequencies, settings_of
-
-__all__ = [
-    "Drafter",
-    "DrafterCache",
-    "DrafterConfig",
-    "flex_attention_call",
-    "layer_forward",
-    "sdpa_attention",
-]
 
 
 @dataclass(frozen=True)
@@ -173,8 +163,6 @@ class _Layer(nn.Module):
 
 class Drafter(nn.Module):
     """The draft model; its parameters are exactly a checkpoint's tensors (11 L + 3, no embedding, no head)."""
-
-    inv_freq: Tensor
 
     def __init__(self, config: DrafterConfig, *, seed: int = 0, device: torch.device | str | None = None) -> None:
         """Random first weights from a generator of its own: the same ``seed`` and kind of device, the same weights."""

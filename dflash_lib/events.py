@@ -1,7 +1,7 @@
 """Typed events and the append-only JSONL log that every view of a run is drawn from.
 
-One object a line; the format is docs/contracts.md. This module imports neither torch nor anything else of the
-package, so a log can be written by any process and read by any other.
+One object a line; the format is docs/contracts.md. Neither this module nor event_reading, its other half, imports
+torch or anything else of the package, so a log can be written by any process and read by any other.
 
 Three things are easy to get wrong, and are decided here:
 
@@ -34,15 +34,16 @@ __all__ = [
     "current_step",
     "in_lane",
     "lane",
+    "current_plan",
     "mark_step",
     "next_attempt",
+    "planned",
     "read",
     "read_all",
     "scan",
     "settle",
 ]
 VERSION = 1
-BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
 
 # --- lanes: whose event is it? ---------------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.lanes: list[tuple[str, str]] = []
         self.step: int | None = None
+        self.plan: str | None = None
 
 
 _here = _Here()
@@ -89,6 +91,24 @@ def mark_step(step: int | None) -> None:
 def current_step() -> int | None:
     """The step given to :func:`mark_step` in this thread, or None."""
     return _here.step
+
+
+@contextmanager
+def planned(what: str | None) -> Iterator[None]:
+    """Says that this thread is to compile for ``what`` ("length 384"), which it will meet again; None: nothing is said.
+
+    Wrap every call: in each thread a function's first compile for a ``what`` is planned, any later one is not.
+    """
+    before, _here.plan = _here.plan, what
+    try:
+        yield
+    finally:
+        _here.plan = before
+
+
+def current_plan() -> str | None:
+    """What :func:`planned` says in this thread, or None."""
+    return _here.plan
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

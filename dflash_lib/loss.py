@@ -21,10 +21,10 @@ from torch.nn import functional
 from dflash_lib.config import ConfigError
 from dflash_lib.head import Head
 
-Objective = Literal["ce", "dpace", "forward_kl", "reverse_kl", "tv"]
 OBJECTIVES: tuple[str, ...] = ("ce", "dpace", "forward_kl", "reverse_kl", "tv")
 NEED_TARGET = frozenset({"forward_kl", "reverse_kl", "tv"})
-# Most logits of one chunk: 768 MiB in bfloat16 on a GPU; on a CPU 64 MiB in float32, a few times over.
+# Most logits of one chunk: 768 MiB in bfloat16 on a GPU. On a CPU 64 MiB in float32, a few times over: small chunks
+# stay nearer to its caches, and every lane needs its own.
 CHUNK_LOGITS = {"cuda": 3 * 2**27, "cpu": 2**24}
 
 

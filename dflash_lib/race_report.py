@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_lib.atomic import replace_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -286,8 +288,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
-    return target
+    form = target.suffix.removeprefix(".")
+    return replace_file(target, lambda temporary: figure.savefig(temporary, dpi=120, format=form))
 
 
 def _seen(result: Result) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .atomic import replace_file
 from .config import ConfigError
 from .events import read
 from .run_folder import read_json, read_status, run_state
@@ -208,9 +209,8 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     right.margins(x=0.25)
     right.grid(axis="y", alpha=0.3)
     right.set_xlabel(final)
-    path = Path(out)
-    figure.savefig(path, dpi=110)
-    return path
+    form = Path(out).suffix.removeprefix(".")
+    return replace_file(out, lambda temporary: figure.savefig(temporary, dpi=110, format=form))
 
 
 # --- small things ---------------------------------------------------------------------------------------------------

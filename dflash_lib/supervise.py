@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, evaluate, fx_patch, prepare, runs, summary, timeline
-from .launch import _progress as progress_bar
+from .launch import progress_bar
 from .run_folder import State
 
 if TYPE_CHECKING:

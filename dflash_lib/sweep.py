@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from . import sweep_plan
+from .atomic import write_json
 from .config import ConfigError
 from .launch import RunProgress
-from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_json, write_status
+from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_status
 from .sweep_plan import Grid
 
 

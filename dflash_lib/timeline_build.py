@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Iterable
 
+import numpy as np
+
 from . import events as log
 from . import reasons
 from .compile_metrics import PARTS
@@ -48,6 +50,8 @@ def build(events: Iterable[log.Event], name: str, unreadable: int = 0) -> Timeli
         ordered[key].compiles.append(_compile(event, index[key], ordered[key]))
     for lane in ordered.values():
         _no_overlap(lane)
+    for node in {lane.node for lane in ordered.values()}:
+        _wait_behind_avoidable([c for lane in ordered.values() if lane.node == node for c in lane.compiles])
     return Timeline(name, list(ordered.values()), settled, unreadable)
 
 
@@ -89,7 +93,9 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
         parsed = reasons.parse(reason)
         kind, guard, source = parsed.kind, guard or parsed.guard, source or parsed.source
         expected, actual = expected or parsed.expected, actual or parsed.actual
-    cls = _text(event.get("cls")) or "first"
+    cls, planned = _text(event.get("cls")) or "first", _text(event.get("planned"))
+    if cls == "recompile" and planned:
+        cls = "planned"
     return Compile(
         lane=lane_index,
         start=start,
@@ -110,8 +116,9 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
         limit=_whole(event.get("limit")),
         step=event["step"] if event["step"] is not None else _step_of(lane, start),
         parts=_split(event.get("parts"), seconds),
-        is_recompile=cls not in NEEDED and (cls != "backward" or kind is not None),
+        avoidable=cls not in NEEDED and (cls != "backward" or (kind is not None and planned is None)),
         begin=start,
+        planned=planned,
     )
 
 
@@ -155,3 +162,19 @@ def _no_overlap(lane: Lane) -> None:
         c.row, c.begin = row, min(c.start, max(c.start - c.wait, free[row], 0.0))
         free[row] = max(free[row], c.end)
     lane.rows = max(1, len(free))
+
+
+def _wait_behind_avoidable(compiles: list[Compile]) -> None:
+    """Of each needed compile's wait, the seconds in which another thread of the process compiled what was avoidable."""
+    spans = np.array(sorted((c.start, c.end) for c in compiles if c.avoidable and c.seconds > 0)).reshape(-1, 2)
+    waited = [c for c in compiles if not c.avoidable and c.start > c.begin]
+    if not len(spans) or not waited:
+        return
+    reached = np.maximum.accumulate(spans[:, 1])  # where spans overlap (a shuffled clock), their union counts
+    begins = np.maximum(spans[:, 0], np.concatenate([[0.0], reached[:-1]]))
+    borders = np.stack([begins, np.maximum(reached, begins)], axis=1)
+    spent = np.concatenate([[0.0], np.cumsum(borders[:, 1] - borders[:, 0])])
+    known = np.stack([spent[:-1], spent[1:]], axis=1).ravel()  # avoidable seconds until each border
+    until = np.interp([[c.begin, c.start] for c in waited], borders.ravel(), known, left=0.0)
+    for c, (before, after) in zip(waited, until.tolist(), strict=True):
+        c.behind = after - before

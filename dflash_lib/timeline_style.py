@@ -19,11 +19,12 @@ class Look:
 
 CLASS_LOOKS = {
     "first": Look("#0072B2", "", "first compile", "the first compile of a function"),
+    "planned": Look("#0072B2", "||||", "planned", "the first compile for a length that had been announced"),
     "recompile": Look("#D55E00", "////", "recompile", "a guard failed: compiled again"),
     "backward": Look("#56B4E9", "....", "backward", "the backward of one of the others"),
     "race_duplicate": Look("#CC79A7", "xxxx", "race duplicate", "another thread had compiled the same meanwhile"),
     "eager_fallback": Look("#4D4D4D", "++++", "eager fallback", "runs uncompiled from here on"),
-    "cache_hit": Look("#009E73", "oo", "cache hit", "taken from the cache on disk"),
+    "cache_hit": Look("#009E73", "oo", "cache hit", "kernels from the cache on disk; Dynamo and AOTAutograd ran all the same"),
     "failed": Look("#F0E442", "\\\\\\\\", "failed", "the compile raised an error"),
 }
 OTHER = Look("#999999", "", "other", "a class this version does not know")
@@ -45,15 +46,14 @@ def look(cls: str) -> Look:
 def subtitle(timeline: Timeline) -> str:
     """The run in one line: how many compiles, how many of them were avoidable, what they cost."""
     compiles = timeline.compiles
-    again = [c for c in compiles if c.is_recompile and c.cls != "backward"]  # as a comparison counts them
+    again = [c for c in compiles if c.avoidable and c.cls != "backward"]  # as a comparison counts them
     spent = sum(c.seconds for c in compiles)
     waited = sum(c.wait for c in compiles)
     wasted = sum(lane.wasted for lane in timeline.lanes)
     threads = f"{len(timeline.lanes)} thread{'s' * (len(timeline.lanes) != 1)}"
-    return (
-        f"{threads}, {len(compiles):,} compiles in {seconds(spent)}, {seconds(waited)} waiting; "
-        f"{len(again):,} of them recompiles, {seconds(wasted)} wasted"
-    )
+    together = f", {seconds(waited)} waiting for each other" if waited >= 0.005 else ""
+    avoidable = f"{len(again):,} avoidable" if again else "none avoidable"
+    return f"{threads}, {len(compiles):,} compiles in {seconds(spent)}{together}; {avoidable}, {seconds(wasted)} wasted"
 
 
 def seconds(value: float) -> str:

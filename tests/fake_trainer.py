@@ -91,7 +91,8 @@ class FakeTrainer:
                     self.log.emit("checkpoint", thread="main", step=step, path=f"checkpoints/step-{step:06}")
                 if index == 0 and self._evaluations:
                     self._evaluations = 0
-                    self.log.emit("evaluation", thread="main", step=step, tau_mean=1.5 + step / 100)
+                    sets = [{"name": "heldout", "tau_mean": 1.5 + step / 100, "speedup": 1.1}]
+                    self.log.emit("evaluation", thread="main", step=step, sets=sets)
             emit("state", state="finished")
 
     def pause(self) -> None:

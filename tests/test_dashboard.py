@@ -24,12 +24,13 @@ from little_notebooks import ROOT
 from dflash_lib import dashboard as live
 from dflash_lib import dashboard_view as view
 from dflash_lib import runs
+from dflash_lib.atomic import write_text
 from dflash_lib.config import RunConfig
 from dflash_lib.dashboard import Dashboard
 from dflash_lib.dashboard_picture import png
 from dflash_lib.dashboard_state import Board, Compile, Series
 from dflash_lib.events import EventLog
-from dflash_lib.run_folder import write_status, write_text
+from dflash_lib.run_folder import write_status
 
 
 def event(kind: str, thread: str = "drafter-0", t: float = 0.0, **fields: Any) -> dict[str, Any]:

@@ -72,7 +72,9 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shared none": ("none", "shared_gpu_backward", {"steps": 20}),
     "shared warmup_lock": ("warmup_lock", "shared_gpu_backward", {"steps": 20}),
     "shared thread_local": ("thread_local", "shared_gpu_backward", {"stall": 30.0}),
-    "endless": ("none", "compile_storm", {"steps": 100_000, "seconds": 600.0, "stall": 1000.0, "timeout": 40.0}),
+    # the same hang, which the cell's own watcher is told to sit through. Its threads sleep: faulthandler reads frames
+    # without the interpreter's lock, and those of a thread that runs can change under it
+    "shared none, unwatched": ("none", "shared_gpu_backward", {"steps": 20, "stall": 1000.0, "timeout": 40.0}),
 }
 
 
@@ -275,8 +277,9 @@ def test_a_dying_process_is_a_result(tmp_path: Path) -> None:
     json.dumps(result.to_dict())
 
 
-@needs("endless")
+@needs("shared none, unwatched")
 def test_the_last_watchdog_needs_nobody_to_be_awake(cell: Cell) -> None:
-    result = cell("endless")
+    result = cell("shared none, unwatched")
     assert result.outcome == "hang"
-    assert any("race_cell.py" in frame for frames in result.stacks.values() for frame in frames)
+    assert any(frames[0].startswith("<frozen runpy>") for frames in result.stacks.values()), result.stacks  # main
+    assert any("in compile_backward" in frame for frames in result.stacks.values() for frame in frames), result.stacks

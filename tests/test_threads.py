@@ -14,11 +14,12 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from trainers import rows, tiny_config, tiny_target
 
-from dflash_lib import checkpoint, events, fx_patch, prepare, runs, threads
+from dflash_lib import checkpoint, events, fx_patch, prepare, runs, threads, timeline
 from dflash_lib.config import ConfigError
 from dflash_lib.threads import DrafterWorker, Trainer
 
@@ -248,6 +249,7 @@ def test_a_compile_belongs_to_the_thread_it_happened_in(tmp_path):
         assert own[0]["cls"] == "first"
         again = [event for event in own if event["cls"] == "recompile"]
         assert again and "size mismatch" in again[0]["reason"], own
+        assert {event["planned"] for event in own} == {None}
         lengths = [event["bucket"] for event in of_kind(tmp_path, "step", lane)]
         assert again[0]["step"] == 1 + next(at for at, length in enumerate(lengths) if length != lengths[0])
     assert not [event for event in compiles if event["cls"] in ("eager_fallback", "race_duplicate", "failed")]
@@ -265,6 +267,8 @@ def test_nothing_recompiles_after_each_buckets_first_step(tmp_path):
     assert set.union(*seen.values()) == {128, 256}
     for event in of_kind(tmp_path, "compile"):
         assert (event["thread"], event["step"]) in first, event
+        assert event["planned"] == f"length {first[event['thread'], event['step']]}"
+    assert timeline.fail_after_step(tmp_path, 0) == []  # what was planned is no waste, and no failure in a CI
     assert not of_kind(tmp_path, "alarm")
 
 
@@ -390,6 +394,7 @@ def test_evaluation_at_a_boundary_is_an_event_and_changes_nothing(tmp_path):
     config = {"evaluate_every": 2, "evaluate_prompts": 2, "evaluate_tokens": 6}
     watched = train(tmp_path / "watched", steps=4, **config)
     (found,) = of_kind(watched.run_dir, "evaluation")
+    jsonschema.validate(found, json.loads((ROOT / "tests" / "schemas" / "event.schema.json").read_text()))
     assert (found["step"], found["thread"]) == (2, "drafter-0")
     (group,) = found["sets"]
     assert group["name"] == "heldout" and group["prompts"] == 2 and 1.0 <= group["tau_mean"] <= 4.0
