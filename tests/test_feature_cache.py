@@ -1,4 +1,4 @@
-"""Features on disk: training from them is training with the target; whole or not there; never those of something else."""
+"""Features on disk: training from them is training with the target; whole or not there; never somebody else's."""
 
 import re
 import shutil
