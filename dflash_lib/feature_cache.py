@@ -22,10 +22,11 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from .atomic import write_json
 from .config import ConfigError, RunConfig
 from .data import Row, RowBatch, RowStream
 from .run_folder import runs_root
-from .storage import CheckpointError, read_json, sound_header, write_json, write_tensors
+from .storage import CheckpointError, read_json, sound_header, write_tensors
 from .target import Features, Target
 from .worker import on_device
 
@@ -199,7 +200,7 @@ def _claim(cache: FeatureCache) -> None:
     try:
         cache.folder.mkdir(parents=True, exist_ok=True)
         if not about.exists():
-            write_json(cache.identity, about)
+            write_json(about, cache.identity)
             return
         there = read_json(about)
     except OSError as error:
