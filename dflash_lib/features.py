@@ -16,6 +16,7 @@ from torch import Tensor
 from .collective import Channel
 from .data import RowBatch
 from .head import Head
+from .loss import needs_target
 from .target import Features, Target
 from .worker import Worker
 
@@ -91,6 +92,7 @@ class TargetWorker(Worker):
         super().__init__(trainer, f"target-{index}", device, trainer.lanes)
         self.fed = fed
         self.target = trainer.ready.on_device[device]
+        self.last_hidden = needs_target(self.config.objective, self.config.label_source)
 
     def work(self) -> None:
         """Step after step, each drafter's batches in the order in which it will ask for them."""
@@ -98,7 +100,7 @@ class TargetWorker(Worker):
         for step in range(self.trainer.ready.first_step, self.trainer.config.steps):
             for drafter in self.fed:
                 for batch in drafter.batches(step):
-                    found = run_target(self.target, batch, drafter.last_hidden)
+                    found = run_target(self.target, batch, self.last_hidden)
                     drafter.channel.put(self.hand_over(found, batch, drafter.device), self.wait)
                     self.reporter.show("running")
         self.reporter.show("finished")

@@ -32,7 +32,7 @@ def _losses(log: list[dict[str, Any]]) -> str:
         own = [event for event in steps if event["thread"] == lane]
         first, last = own[0], own[-1]
         seconds, tokens = sum(e.get("seconds") or 0 for e in own), sum(e.get("tokens") or 0 for e in own)
-        speed = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+        speed = f", {tokens / seconds:,.0f} tokens/s over the run" if seconds else ""
         lines.append(
             f"{lane} on {first['device']}: loss {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at "
             f"step {last['step']}{speed}"

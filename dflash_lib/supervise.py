@@ -151,7 +151,8 @@ class Run:
             CheckpointError: the run has left no checkpoint. EvaluationError: there is no held-out prompt.
         """
         config, ready = self.trainer.config, self.trainer.ready
-        device, target = next(iter(ready.on_device.items()))
+        device = next(iter(ready.on_device or ready.ends))
+        target = ready.on_device.get(device) or ready.target.to(device)
         return evaluate.evaluate(
             target,
             checkpoint.load(self.dir, device=device, target=target),

@@ -18,7 +18,7 @@ import pytest
 import torch
 from trainers import rows, tiny_config, tiny_target
 
-from dflash_lib import checkpoint, events, fx_patch, runs, threads, timeline
+from dflash_lib import checkpoint, events, fx_patch, prepare, runs, threads, timeline
 from dflash_lib.config import ConfigError
 from dflash_lib.threads import DrafterWorker, Trainer
 
@@ -145,6 +145,39 @@ def test_a_target_thread_changes_nothing(tmp_path):
     fed = train(tmp_path / "fed", objective="forward_kl", target_mode="dedicated", target_devices=["cpu"])
     assert losses(fed.run_dir) == losses(shared.run_dir)
     assert [e["state"] for e in of_kind(fed.run_dir, "state", "target-0")][-1] == "finished"
+
+
+def test_an_evaluation_without_a_target_at_hand_is_said(tmp_path, monkeypatch):
+    """A drafter's GPU may hold no target (target threads have their own): nothing is measured, and not in silence."""
+    measure = DrafterWorker.evaluate
+
+    def without(worker, replica):
+        worker.trainer.ready.on_device.clear()
+        measure(worker, replica)
+
+    monkeypatch.setattr(DrafterWorker, "evaluate", without)
+    train(tmp_path, evaluate_every=4)
+    assert not of_kind(tmp_path, "evaluation")
+    (said,) = [event for event in of_kind(tmp_path, "warning") if event.get("request") == "evaluate"]
+    assert "no target on cpu" in said["message"] and said["step"] == 4
+
+
+def test_a_backend_of_another_package_is_loaded_before_threads_ask_for_it(monkeypatch):
+    """torch loads one of entry points at its first use, and fails where two threads use it first."""
+    loaded = []
+
+    class Point:
+        def load(self):
+            loaded.append(threading.current_thread())
+            return lambda graph, inputs: graph.forward
+
+    from torch._dynamo.backends import registry
+
+    registry.list_backends(None)
+    monkeypatch.setitem(registry._BACKENDS, "of_another_package", Point())
+    prepare.check_backend("of_another_package")
+    monkeypatch.delitem(registry._COMPILER_FNS, "of_another_package")
+    assert loaded == [threading.main_thread()]
 
 
 @pytest.mark.parametrize("mode", ["averaged", "independent"])
