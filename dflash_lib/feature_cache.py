@@ -12,7 +12,6 @@ import shutil
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,10 +223,16 @@ def _make(
     targets = {place: target.to(place) for place in dict.fromkeys(places)}
     with tqdm(total=sum(len(cache.shards[shard]) for shard in todo), desc="feature cache", unit="row") as bar:
 
+        def take() -> int | None:
+            """The next shard; only taking tells whether one is left, for other threads take too."""
+            try:
+                return queue.popleft()
+            except IndexError:
+                return None
+
         def write(place: torch.device) -> None:
-            with on_device(place, places), suppress(IndexError):  # of the empty queue
-                while True:
-                    shard = queue.popleft()
+            with on_device(place, places):
+                while (shard := take()) is not None:
                     if not cache.whole(shard, stream.rows):  # another process may have made it meanwhile
                         tensors = _of_rows(cache.shards[shard], targets[place], stream, cache.identity["last_hidden"])
                         write_tensors(tensors, cache.path(shard))
