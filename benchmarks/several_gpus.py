@@ -279,7 +279,9 @@ def ddp(options: argparse.Namespace) -> NoReturn:
             )
             return found.loss_sum / found.weight_sum
 
-    step = torch.nn.parallel.DistributedDataParallel(Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True)
+    step = torch.nn.parallel.DistributedDataParallel(
+        Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(step.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     rows = synthetic.rows(options.sizes, 64).rows
     length = sizes.length
