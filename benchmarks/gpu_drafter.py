@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,14 @@ class Stages:
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
             raise OutOfTime(f"{words[0]}: ended after {seconds:.0f} s") from None
+        finally:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGTERM)  # a run ends with a checkpoint
+                process.wait(15)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if process.returncode:
             raise RuntimeError(f"{words[0]}: exit code {process.returncode}")
         return output.strip().splitlines()[-1] if keep else ""
@@ -107,8 +113,9 @@ class Stages:
         return round(time.monotonic() - began, 1)
 
     def train(self, name: str, steps: int, every: int, seconds: float) -> dict[str, Any]:
+        """A run, unless its checkpoints are there; what it has to say for itself, also when its time was up."""
         run = self.work / name
-        if not (run / "status.json").exists() or json.loads((run / "status.json").read_text())["state"] != "completed":
+        if not list(run.glob("checkpoints/step-*")):
             tiny = self.options.tiny
             chosen = {
                 "train_data": self.work / "train.jsonl",
@@ -127,7 +134,10 @@ class Stages:
                 "backend": "inductor" if self.options.device != "cpu" else "eager",
             }
             words = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
-            self.command("train", "--no-evaluate", "--run-dir", run, *words, seconds=seconds)
+            try:
+                self.command("train", "--no-evaluate", "--run-dir", run, *words, seconds=seconds)
+            except OutOfTime as reason:
+                self.say(str(reason))
         return self.curve(run)
 
     def curve(self, run: Path) -> dict[str, Any]:
@@ -150,7 +160,7 @@ class Stages:
     def acceptance(self, checkpoint: Path, prompts: int) -> dict[str, Any]:
         given = ["--prompts", self.work / "heldout.jsonl", "--count", prompts, "--device", self.options.device]
         given += ["--max-new-tokens", self.size["answer"] if self.options.tiny else 128]
-        out = self.work / f"acceptance-{checkpoint.parent.name}-{checkpoint.name}"
+        out = self.work / f"acceptance-{checkpoint.parent.parent.name}-{checkpoint.name}"
         if not (out / "acceptance.json").exists():
             self.command("evaluate", checkpoint, *given, "--out", out, seconds=self.limit(100))
         (one,) = json.loads((out / "acceptance.json").read_text())["sets"]
@@ -161,7 +171,7 @@ class Stages:
     def short(self) -> None:
         steps = self.size["steps"]
         self.note("short", self.train("short", steps, 0, self.limit(200)))
-        checkpoint = self.work / "short" / "checkpoints" / f"step-{steps:06d}"
+        checkpoint = max((self.work / "short" / "checkpoints").glob("step-*"))
         self.note("acceptance", self.acceptance(checkpoint, self.size["prompts"]))
         given = ["--count", self.size["prompts"], "--device", self.options.device]
         script = ["benchmarks/simulated_agreement.py", checkpoint, *given]
@@ -178,7 +188,7 @@ class Stages:
             write_json(steps, file)
         steps = json.loads(file.read_text())
         every = max(1, steps // 4)
-        found = self.train("long", steps, every, self.left() - 40)
+        found = self.train("long", steps, every, self.left() - 60)
         self.note("long", found)
         checkpoints = sorted((run / "checkpoints").glob("step-*"), reverse=True)
         found["acceptance"] = {}
@@ -201,6 +211,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_drafter.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the command that runs, too
     options.work, options.out = options.work.absolute(), options.out.absolute()
     for folder in (options.work, options.out.parent):
         folder.mkdir(parents=True, exist_ok=True)

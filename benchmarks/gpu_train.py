@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -118,6 +119,7 @@ def main() -> int:
         several_gpus.say(f"{options.part}: begins")
         options.out.write_text(json.dumps(PARTS[options.part](options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the part that runs, too
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "parts": {}}
     if options.device == "cuda":
         results["gpu"] = torch.cuda.get_device_name(0)

@@ -402,6 +402,7 @@ def main() -> int:
         say(f"{options.part}: begins")
         options.out.write_text(json.dumps({**PARTS, **WORKERS}[options.part](options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the part that runs, too
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "gpus": gpus(), "parts": {}}
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)
