@@ -65,7 +65,7 @@ class Stages:
 
     def command(self, *words: object, seconds: float, keep: bool = False) -> str:
         """A Python command; its last line if ``keep``. It is ended, with all it started, when its time is up."""
-        seconds = min(seconds, self.left())
+        seconds = min(seconds, self.left() - 17)  # ending it takes up to 15
         if seconds < 5:
             raise OutOfTime(f"{words[0]}: no time left")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -62,6 +62,8 @@ def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: 
     """One run of the trainer on a random target; what its events say of it."""
     shape = synthetic.SIZES[sizes]
     label = f"{sizes}-x{len(lanes)}-{changes.get('target_mode', 'shared')}"
+    if gpus():
+        torch.cuda.init()
     for index in range(gpus()):
         torch.cuda.reset_peak_memory_stats(index)
     folder = Path(changes.pop("run_dir", None) or tempfile.mkdtemp(prefix="several-"))

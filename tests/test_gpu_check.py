@@ -12,6 +12,7 @@ import pytest
 from gpu_check import Outcome, Part
 
 ROOT = Path(__file__).resolve().parent.parent
+MARK = "@pytest.mark." + "gpu"
 
 
 @pytest.mark.parametrize("part", gpu_check.PARTS, ids=lambda part: part.name)
@@ -21,6 +22,11 @@ def test_each_part_is_a_command_that_exists_and_knows_its_options(part: Part) ->
         return
     source = (ROOT / script).read_text()
     assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+
+
+def test_every_test_that_needs_a_gpu_is_run() -> None:
+    marked = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py") if MARK in file.read_text()}
+    assert marked == set(gpu_check.TESTS)
 
 
 def test_what_is_timed_runs_alone_and_a_part_that_fails_or_hangs_is_a_result(
