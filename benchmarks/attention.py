@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py [--shapes qwen3-4b smollm2] [--only default warps4]
 
-How ``layer.KERNEL_OPTIONS`` was chosen. One line an option: milliseconds of forward, of forward and backward, and the
-largest difference of the results from the default's. Needs CUDA; each option compiles for about ten seconds.
+Which options would be faster than the defaults, which layer.py uses. One line an option: milliseconds of forward, of
+forward and backward, and the largest difference of the results from the default's. Needs CUDA; each option compiles for
+about ten seconds.
 """
 
 from __future__ import annotations
