@@ -51,11 +51,14 @@ def _script(name: str, *words: str) -> tuple[str, ...]:
 
 # Those with a test marked gpu, by name: where a GPU is, the packages that other tests import need not be.
 TESTS = tuple(f"tests/test_{name}.py" for name in ("decode", "target", "recompiles", "hazards"))
+KEPT = "runs/several_gpus"  # timeline pictures and events of runs on several GPUs
 VARIANTS = ("graph", "trainer", "no-attention", "no-loss", "no-optimizer", "no-blocks", "bfloat16", "keep")
 PARTS = (  # in order of importance
     Part("step", _script("step"), 200, timed=True),
     Part("decode", _script("gpu_decode"), 150, timed=True),
-    Part("several", _script("several_gpus", "--parts", "scaling", "dedicated"), 560, timed=True, gpus=2),
+    Part(
+        "several", _script("several_gpus", "--parts", "scaling", "dedicated", "--keep", KEPT), 560, timed=True, gpus=2
+    ),
     Part("variants", _script("step", "--profile", "--variants", *VARIANTS), 540, timed=True),
     Part("attention", ("benchmarks/attention.py",), 300, timed=True),
     Part("drafter", _script("gpu_drafter"), 580),
@@ -123,11 +126,17 @@ def run(part: Part, end: float) -> Outcome:
 
 
 def _pass_on(name: str, process: subprocess.Popen[str], tail: deque[str]) -> None:
-    """Prints what a part prints, as it comes, without the steps of progress bars."""
+    """Prints what a part prints, as it comes; of a progress bar a line every 20 seconds."""
+    shown = 0.0
     for line in process.stdout or ():
-        if (line := line.rstrip()) and "%|" not in line:
+        if not (line := line.rstrip()):
+            continue
+        if "%|" not in line:
             tail.append(line)
-            print(f"[{name}] {line[:240]}", flush=True)
+        elif time.monotonic() < shown + 20:
+            continue
+        shown = time.monotonic()
+        print(f"[{name}] {line[:240]}", flush=True)
 
 
 def run_all(parts: Sequence[Part], end: float, note: Callable[[Outcome], None]) -> None:

@@ -125,8 +125,8 @@ class Stages:
                 "rows": self.size["rows"],
                 "anchors": self.size["anchors"],
                 "lr": 1e-3,
-                "max_length": 128 if tiny else 256,
-                "buckets": 128 if tiny else 256,  # one bucket: one compile
+                "max_length": 128 if tiny else 384,
+                "buckets": 128 if tiny else 384,  # one bucket: one compile
                 "drafter_layers": 1 if tiny else 5,
                 "block_size": 4 if tiny else 16,
                 "checkpoint_every": every,

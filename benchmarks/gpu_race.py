@@ -50,7 +50,7 @@ def storm_options(arguments: argparse.Namespace, strategy: str) -> dict[str, Any
 
 def storm(arguments: argparse.Namespace, seconds: float) -> Result:
     """The long isolated run: 3 lanes x 23 lengths are 69 forward graphs, 66 of them recompiles, and 69 backwards."""
-    size = {"steps": 4, "seconds": 60.0} if arguments.tiny else {"steps": 46, "seconds": seconds - 30.0}
+    size = {"steps": 4, "seconds": 60.0} if arguments.tiny else {"steps": 46, "seconds": seconds - 45.0}
     return race_lab.run(
         "thread_local",
         "compile_storm",

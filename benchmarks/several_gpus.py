@@ -304,7 +304,7 @@ def ddp(options: argparse.Namespace) -> NoReturn:
         batch = blocks.make_blocks(
             ids, mask, anchors, keep, block_size=sizes.block_size, gamma=7.0, mask_token_id=target.mask_token_id
         ).to(device)
-        features = target.features(ids.to(device)).features
+        features = target.features(ids).features
         form = blocks.block_mask if cuda else blocks.visible_dense
         visible = form(batch.anchors, batch.keep, length, sizes.block_size)
         positions = blocks.context_positions(None, length, len(picked), device)
