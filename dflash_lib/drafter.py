@@ -76,11 +76,14 @@ class DrafterConfig:
             )
 
     @classmethod
-    def from_target(cls, target: Any, config: RunConfig) -> DrafterConfig:
-        """A drafter of the target's sizes and RoPE settings, with the run's layers, block size and window."""
+    def from_target(cls, target: Any, config: RunConfig, device: torch.device | None = None) -> DrafterConfig:
+        """A drafter of the target's sizes and RoPE settings, with the run's layers, block size and window.
+
+        ``device``: where it will be trained, which decides the arithmetic of ``precision="auto"``; None: the target's.
+        """
         model = target.config.get_text_config() if hasattr(target.config, "get_text_config") else target.config
         heads = model.num_attention_heads
-        device = torch.device(target.device)
+        device = device or torch.device(target.device)
         precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
             config.precision, torch.bfloat16 if device.type == "cuda" else torch.float32
         )

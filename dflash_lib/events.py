@@ -133,7 +133,7 @@ class EventLog:
         self.node = node
         self.origin = time.monotonic() if origin is None else origin
         self.events: list[Event] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may emit in the middle of an emit of its own thread
         self._subscribers: list[Callable[[Event], None]] = []
         self._finished: dict[str, int] = {}  # thread -> its last finished step
         self._seq = 0

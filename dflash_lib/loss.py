@@ -89,8 +89,8 @@ def drafter_loss(
         raise ConfigError(f"objective: {objective!r} is not one of {', '.join(OBJECTIVES)}")
     if label_source not in ("text", "argmax"):
         raise ConfigError(f"label_source: {label_source!r} is not 'text' or 'argmax'")
-    teacher = target_hidden if objective in NEED_TARGET or label_source == "argmax" else None
-    if teacher is None and (objective in NEED_TARGET or label_source == "argmax"):
+    teacher = target_hidden if needs_target(objective, label_source) else None
+    if teacher is None and needs_target(objective, label_source):
         raise ConfigError(f"target_hidden: objective {objective!r} with {label_source!r} labels needs it")
     blocks = hidden.shape[0] * hidden.shape[1] // block_size
 
@@ -114,6 +114,11 @@ def drafter_loss(
         options,
     )
     return LossResult(loss_sum, weight_sum, correct, counted)
+
+
+def needs_target(objective: str, label_source: str) -> bool:
+    """Whether the target's own logits are part of the loss, so that ``target_hidden`` must be given."""
+    return objective in NEED_TARGET or label_source == "argmax"
 
 
 @dataclass(frozen=True)

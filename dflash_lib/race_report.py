@@ -50,9 +50,8 @@ def table(results: Sequence[Result], *, folded: bool = False) -> str:
     Args:
         folded: for a notebook's page: each error and each leak on a line of its own, in one column.
     """
-    rows = [("workload", "strategy", "outcome", "steps", "compiles", "seconds", "errors by kind", "leaks")]
-    if folded:
-        rows = [(*rows[0][:-2], "errors by kind, leaks")]
+    seen_as = ("errors by kind, leaks",) if folded else ("errors by kind", "leaks")
+    rows: list[tuple[str, ...]] = [("workload", "strategy", "outcome", "steps", "compiles", "seconds", *seen_as)]
     for result in results:
         numbers = (
             result.workload + (" (imitated)" if result.imitated else ""),

@@ -83,6 +83,8 @@ _MISMATCH = re.compile(
 )
 _NOT_TYPE = re.compile(r"expected type of '(?P<name>.*?)' to be (?P<expected>.+?),\s*'?\s*but found (?P<actual>.+)")
 _SIZE = re.compile(r"[A-Za-z_][\w.\[\]'\"]*\.(?:size|stride)\(\)\[\d+\]|[A-Za-z_][\w.\[\]'\"]*\.storage_offset\(\)")
+_ENTRY = re.compile(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*")  # the cache entry that did not fit
+_LOCAL = re.compile(r"\bL\[\s*['\"](\w+)['\"]\s*\]")  # Dynamo's name for the local variables of the frame
 _GLOBAL = re.compile(r"^G\['(\w+)'\]")  # Dynamo's name for the global variables of the frame
 _KINDS = {"dispatch key set": "dispatch_keys", "device index": "device"}
 _SOURCE = re.compile(r"#\s*(?P<source>\S[^#\n]*?:\d+) in [^#\n]+$")
@@ -97,12 +99,13 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
         value: gives the present value of an expression of the compiled frame (see :func:`frame_value`), as text;
             Dynamo's own text has only what was expected of Python values.
     """
-    text = re.sub(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*", "", text).strip()
-    text = re.sub(r"\bL\[\s*['\"](\w+)['\"]\s*\]", r"\1", text)  # Dynamo's name for the local variables
+    text = _ENTRY.sub("", text).strip()
+    if "L[" in text:
+        text = _LOCAL.sub(r"\1", text)
     head = text.split("\nUser stack trace:", 1)[0]
     body, _, comment = head.partition("  #")
     body = body.strip()
-    source = _source(text, "#" + comment if comment else head)
+    source = _source(text, "#" + comment if comment else head) if "#" in head or "User stack" in text else None
 
     def reason(kind: str, guard: str | None = body, expected: str | None = None, actual: str | None = None) -> Reason:
         return Reason(kind, text, guard, expected, actual, source)

@@ -50,7 +50,8 @@ class Pending:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
+            self._event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to the others
+            self._event.record(torch.cuda.current_stream(values.device))
         else:
             self._values = values.clone()
 

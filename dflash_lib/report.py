@@ -13,6 +13,7 @@ from .atomic import replace_file
 from .config import ConfigError
 from .events import read
 from .run_folder import read_json, read_status, run_state
+from .timeline_style import scale
 
 if TYPE_CHECKING:
     import polars
@@ -213,7 +214,7 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     for (name,), curve in curves.group_by("run", maintain_order=True):
         left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=labels[name])
     left.set_xlabel("optimizer step")
-    left.set_ylabel(_axis(metric))
+    scale(left, curves[metric].drop_nulls(), _axis(metric))
     left.grid(alpha=0.3)
     if len(numbers) <= 12:
         left.legend(fontsize=7, frameon=False)

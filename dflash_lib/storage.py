@@ -31,7 +31,7 @@ def read_tensors(path: Path, *, with_metadata: bool = False) -> Any:
     Raises:
         CheckpointError: file name and kind of fault: missing, empty, cut short, impossible header, wrapped names.
     """
-    header = _sound_header(path)
+    header = sound_header(path)
     for name in header:
         for prefix in WRAPPERS:
             if prefix in name:
@@ -46,8 +46,12 @@ def read_tensors(path: Path, *, with_metadata: bool = False) -> Any:
     return (tensors, header.get("__metadata__") or {}) if with_metadata else tensors
 
 
-def _sound_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose length fits what the header says."""
+def sound_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file whose length fits what the header says.
+
+    Raises:
+        CheckpointError: it is missing, or not such a file.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -147,12 +147,12 @@ class Target:
             last_hidden: also run the remaining layers and return what the head reads.
         """
         device = self.device
-        input_ids = input_ids.to(device)
+        input_ids = input_ids.to(device, non_blocking=True)  # else the host waits for all work queued before it
         mask = None
         if attention_mask is not None:  # padding is a document of its own: transformers' own masks may make NaN of it
-            document_ids = attention_mask.to(device).long() - 1
+            document_ids = attention_mask.to(device, non_blocking=True).long() - 1
         if document_ids is not None:
-            document_ids = document_ids.to(device)
+            document_ids = document_ids.to(device, non_blocking=True)
             mask = self._document_mask(document_ids)
             positions = context_positions(document_ids, *input_ids.T.shape) if positions is None else positions
         if positions is not None:

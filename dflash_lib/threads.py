@@ -22,8 +22,7 @@ from .config import ConfigError, RunConfig
 from .control import Control, Request, Wishes
 from .drafter import Drafter
 from .events import EventLog
-from .features import AHEAD, Fed, Own, TargetWorker
-from .loss import NEED_TARGET
+from .features import AHEAD, Fed, TargetWorker
 from .memory import gpu_gib
 from .replica import Replica, entry_points
 from .summary import summary
@@ -48,11 +47,8 @@ class DrafterWorker(Worker):
         self.stream, self.place = stream, team.node * team.size + rank
         self.resumed = ready.resumed[index] if ready.resumed else None
         self.ends = ready.ends[device]
-        self.last_hidden = self.config.objective in NEED_TARGET or self.config.label_source == "argmax"
         self.channel = Channel(AHEAD)
-        self.source: Own | Fed = Fed(self.channel, lane, self.wait_for_target)
-        if self.config.target_mode == "shared":
-            self.source = Own(ready.on_device[device], self.last_hidden)
+        self.source = ready.source(self.config, device) or Fed(self.channel, lane, self.wait_for_target)
         self.saved = -1  # step of the last checkpoint
 
     # --- the loop -------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _columns(timeline: Timeline, strings: _Strings, classes: dict[str, int], tak
     for i in sorted(range(len(compiles)), key=lambda i: -compiles[i].wasted):
         c = compiles[i]
         texts["where"][i] = strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None))
-        texts["change"][i] = strings.add(c.change if c.reason else None)
+        texts["change"][i] = strings.add(c.change)
         texts["reason"][i] = strings.add(c.reason)
         texts["id"][i] = strings.add(c.compile_id)
         texts["cut"][i] = int(c.reason is not None and texts["reason"][i] < 0)

@@ -65,8 +65,11 @@ class Compile:
             return "another thread compiled the same meanwhile"
         if self.kind == "backend":
             return "another backend object"  # torch names both, by their addresses
+        if self.cls == "cache_hit":
+            return "only kernels came from the cache: tracing, and loading Inductor once a process, took the time"
         known = reasons.changed(self.guard, self.expected, self.actual)
-        return known or self.guard or (self.reason or "").split("\n", 1)[0]
+        text = known or self.guard or (self.reason or "").split("\n", 1)[0]
+        return f"planned for {self.planned} ({text})" if self.cls == "planned" else text
 
 
 @dataclass
