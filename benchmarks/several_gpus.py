@@ -62,6 +62,8 @@ def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: 
     """One run of the trainer on a random target; what its events say of it."""
     shape = synthetic.SIZES[sizes]
     label = f"{sizes}-x{len(lanes)}-{changes.get('target_mode', 'shared')}"
+    if gpus():
+        torch.cuda.init()
     for index in range(gpus()):
         torch.cuda.reset_peak_memory_stats(index)
     folder = Path(changes.pop("run_dir", None) or tempfile.mkdtemp(prefix="several-"))
@@ -279,7 +281,9 @@ def ddp(options: argparse.Namespace) -> NoReturn:
             )
             return found.loss_sum / found.weight_sum
 
-    step = torch.nn.parallel.DistributedDataParallel(Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True)
+    step = torch.nn.parallel.DistributedDataParallel(
+        Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(step.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     rows = synthetic.rows(options.sizes, 64).rows
     length = sizes.length
@@ -300,7 +304,7 @@ def ddp(options: argparse.Namespace) -> NoReturn:
         batch = blocks.make_blocks(
             ids, mask, anchors, keep, block_size=sizes.block_size, gamma=7.0, mask_token_id=target.mask_token_id
         ).to(device)
-        features = target.features(ids.to(device)).features
+        features = target.features(ids).features
         form = blocks.block_mask if cuda else blocks.visible_dense
         visible = form(batch.anchors, batch.keep, length, sizes.block_size)
         positions = blocks.context_positions(None, length, len(picked), device)
@@ -400,6 +404,7 @@ def main() -> int:
         say(f"{options.part}: begins")
         options.out.write_text(json.dumps({**PARTS, **WORKERS}[options.part](options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the part that runs, too
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "gpus": gpus(), "parts": {}}
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)

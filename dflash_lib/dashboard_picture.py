@@ -9,8 +9,8 @@ from typing import Any
 
 from .atomic import write_bytes, write_text
 from .dashboard_state import Board
-from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural, starts_high, waiting
-from .timeline_style import WAITING, look
+from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural, waiting
+from .timeline_style import WAITING, look, scale
 
 _LINES = {"": "-", "6 3": "--", "2 2": ":", "8 3 2 3": "-."}
 
@@ -42,21 +42,14 @@ def png(board: Board, title: str) -> bytes:
 
 
 def _draw_losses(axes: Any, board: Board) -> None:
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
-
     for i, lane in enumerate(board.lanes.values()):
         points = lane.losses.points()
         if points:
             x, y = zip(*points, strict=True)
             style = {"color": LANE_COLOURS[i % len(LANE_COLOURS)], "ls": _LINES[DASHES[i // len(LANE_COLOURS) % 4]]}
             axes.plot(x, y, label=_plain(lane.name), lw=1.4, marker="." if len(x) < 3 else None, **style)
-    if starts_high([y for lane in board.lanes.values() for _, y in lane.losses.points()]):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_locator(NullLocator())
+    scale(axes, [y for lane in board.lanes.values() for _, y in lane.losses.points()], "loss, nats a token")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
     if axes.lines and len(axes.lines) <= 8:
         axes.legend(fontsize=8, frameon=False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from .dashboard_state import RECENT, WORDS, Board, Compile, Lane
-from .timeline_style import CLASS_LOOKS, WAITING, look
+from .timeline_style import CLASS_LOOKS, WAITING, look, spans_a_decade
 
 # One hue a lane, told apart with common colour blindness and readable on white and on near-black; a dash as well.
 LANE_COLOURS = ("#3d8bd4", "#d9822b", "#1f9e7a", "#c76bb0", "#8a7be0", "#a8932a", "#d3574e", "#5aa6b8")
@@ -157,11 +156,11 @@ def losses(board: Board, width: int = 440, height: int = 190) -> str:
     x_range = (min([p[0][0] for *_, p in curves], default=0.0), max(last, ahead))
     values = [y for *_, points in curves for _, y in points]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    scale: Callable[[float], float] = math.log10 if starts_high(values) else float
+    scale: Callable[[float], float] = math.log10 if spans_a_decade(values) else float
     marks = [(scale(v), f"{v:g}") for v in (ticks(low, high, 4) if scale is float else log_ticks(low, high))]
     y_range = (scale(low), scale(high))
     curves = [(i, lane, [(x, scale(y)) for x, y in points]) for i, lane, points in curves]
-    y_name = "loss, nats a token" if values else "loss: no step yet"
+    y_name = "loss, nats a token" + (" (log)" if scale is not float else "") if values else "loss: no step yet"
     y_axis = (y_range, marks if values else [])
     frame = _axes(x_range, y_axis, (left, right), (bottom, top), "optimizer step", y_name)
     lines = "".join(
@@ -214,7 +213,7 @@ def compiles(board: Board, width: int = 440) -> str:
     seen = [look(cls) for cls in CLASS_LOOKS if cls in classes][:4] + ([WAITING] if waits else [])
     places = [left]
     for one in seen:
-        places.append(places[-1] + 22 + 6 * len(one.label))
+        places.append(places[-1] + 28 + 6 * len(one.label))
     legend = "".join(
         f'<rect x="{x}" y="{height - 14}" width="9" height="9" fill="{one.colour}"/>'
         f'<text x="{x + 13}" y="{height - 5}">{one.label}</text>'
@@ -334,11 +333,6 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     size *= next((m for m in (1, 2, 5, 10) if span / (size * m) <= about), 10)
     first = math.ceil(low / size)
     return [i * size for i in range(first, math.floor(high / size + 1e-9) + 1)]
-
-
-def starts_high(values: Sequence[float]) -> bool:
-    """Whether a few high losses (a start from nothing) would flatten all the others on a linear axis."""
-    return bool(values) and min(values) > 0 and max(values) > 4 * statistics.median(values)
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -198,8 +198,11 @@ def changed(guard: str | None, expected: str | None, actual: str | None) -> str 
     """What changed, in a few words: "x: size[1]: 64 -> 96", "global FLAG: True -> False"; None: not known."""
     if expected is None and actual is None:
         return None
-    name = (guard or "").removesuffix(f" == {expected}").removesuffix(f" != {expected}").removesuffix(f" is {expected}")
-    name = _GLOBAL.sub(r"global \1", name)
+    name = guard or ""
+    if expected and name != expected and name.endswith(expected):
+        name = re.sub(r" (==|!=|is) *$", "", name.removesuffix(expected))
+    if name.startswith("G["):
+        name = _GLOBAL.sub(r"global \1", name)
     shown = f"{name}: " if name and name != expected else ""
     return f"{shown}{expected or '?'} -> {actual or '?'}"
 

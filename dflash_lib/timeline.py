@@ -34,6 +34,7 @@ __all__ = [
     "compare",
     "draw",
     "draw_all",
+    "exempt",
     "fail_after_step",
     "from_events",
     "load",
@@ -135,6 +136,15 @@ def fail_after_step(source: Source, step: int) -> list[Offender]:
     announced). A log without steps counts as one step.
     """
     return load(source).offenders(after_step=step)
+
+
+def exempt(source: Source, step: int) -> str | None:
+    """What :func:`fail_after_step` has passed over, in words, for whoever relies on it; None: nothing."""
+    timeline = load(source)
+    if step > 0 and timeline.compiles and all(c.step is None for c in timeline.compiles):
+        return "this log has no steps, so everything counts as step 1: only --fail-after-step 0 can find anything"
+    planned = sum(c.cls == "planned" and (c.step or 1) > step for c in timeline.compiles)
+    return f"{planned} planned compile{'s' * (planned > 1)} after step {step} did not count" if planned else None
 
 
 def compare(a: Source, b: Source) -> Comparison:

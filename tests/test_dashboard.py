@@ -273,9 +273,10 @@ def test_what_was_waited_is_drawn_once() -> None:
 
 def test_a_loss_that_starts_high_leaves_room_for_the_rest() -> None:
     """The axis turns logarithmic: the last of these losses is drawn well above the axis' lower end."""
-    b = board(*(step(n, loss) for n, loss in enumerate([64.0, 20.0, 8.0, *[7.0, 8.0] * 10], 1)))
-    assert view.log_ticks(7.0, 64.0) == [10.0, 20.0, 50.0]
+    b = board(*(step(n, loss) for n, loss in enumerate([64.0, 20.0, 8.0, *[6.0, 7.0] * 10], 1)))
+    assert view.log_ticks(6.0, 64.0) == [10.0, 20.0, 50.0]
     assert all(f">{mark}</text>" in view.losses(b) for mark in (10, 20, 50))
+    assert "nats a token (log)" in view.losses(b)
     assert png(b, "high")[:4] == b"\x89PNG"
 
 

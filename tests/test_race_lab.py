@@ -134,14 +134,16 @@ def test_no_torch_is_loaded_to_read_and_draw_results(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_line_a_cell_with_counts_by_kind() -> None:
-    lines = race_lab.table(
-        [
-            made_up(outcome="errors", steps_done=40, errors={TRACER: 1, FLAG: 1019}),
-            made_up("thread_local", "shared_gpu_backward"),
-        ]
-    ).splitlines()
+    results = [
+        made_up(outcome="errors", steps_done=40, errors={TRACER: 1, FLAG: 1019}),
+        made_up("thread_local", "shared_gpu_backward"),
+    ]
+    lines = race_lab.table(results).splitlines()
     assert "40/60" in lines[2] and "1,019 RuntimeError: FX tracing flag, 1 NameError: entered a tracer" in lines[2]
     assert lines[3].startswith("shared_gpu_backward (imitated)  thread_local") and "none" in lines[3]
+    folded = race_lab.table(results, folded=True).splitlines()
+    assert folded[2].endswith("  1,019 RuntimeError: FX tracing flag") and "40/60" in folded[2]
+    assert folded[3].strip() == "1 NameError: entered a tracer" and len(folded) == 5
 
 
 @pytest.mark.parametrize("workload", race_lab.WORKLOADS)
