@@ -139,7 +139,8 @@ def keep_picture(run_dir: Path, folder: Path, label: str) -> None:
     """The run's timeline (one lane a thread) and its events, as two small files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("timeline.png", "events.jsonl"):
-        shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
+        if (run_dir / file).exists():  # without matplotlib there is no picture
+            shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -193,7 +194,8 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
     """1, 2, 4, ... threads against as many processes; the ends first, and what is measured is on disk at once."""
     most = 2 if options.device == "cpu" else gpus()
-    counts = sorted((count for count in (1, 2, 4, 8) if count <= most), key=lambda count: (1 < count < most, count))
+    there = (count for count in options.counts if count <= most)
+    counts = sorted(there, key=lambda count: (1 < count < most, count))
     found: dict[str, Any] = {"ok": False}
     for size in ["tiny"] if options.tiny else ["smollm2", "qwen3-4b"]:
         for count in counts:
@@ -391,6 +393,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--steps", type=int, default=None, help="steps of the storm (200)")
     parser.add_argument("--out", type=Path, default=Path("several_gpus.json"))
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="threads and processes of scaling")
     parser.add_argument("--keep", help="folder for the runs' timeline pictures and events")
     parser.add_argument("--seconds", type=float, default=560, help="for everything")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -438,6 +441,7 @@ def run_part(script: str, options: argparse.Namespace, part: str, seconds: float
     command += ["--limit", str(max(5.0, seconds - 10))] + ["--tiny"] * options.tiny
     for name in ("steps", "keep"):
         command += [f"--{name}", str(getattr(options, name))] if getattr(options, name, None) else []
+    command += ["--counts", *map(str, options.counts)] if getattr(options, "counts", None) else []
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
