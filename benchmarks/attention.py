@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py [--shapes qwen3-4b smollm2] [--only default warps4]
 
-Which options would be faster than the defaults, which layer.py uses. One line an option: milliseconds of forward, of
+The trainer sets no kernel options: this says what one would gain. One line an option: milliseconds of forward, of
 forward and backward, and the largest difference of the results from the default's. Needs CUDA; each option compiles for
 about ten seconds.
 """

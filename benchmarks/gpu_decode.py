@@ -31,9 +31,9 @@ from torch import Tensor
 
 from dflash_lib import checkpoint as checkpoints
 from dflash_lib import decode, evaluate, prompts, target
+from dflash_lib.atomic import write_json
 from dflash_lib.config import RunConfig
 from dflash_lib.drafter import Drafter, DrafterConfig
-from dflash_lib.storage import write_json
 
 
 class SpoiledText:
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     def note(stage: str, text: str) -> None:
         result["seconds"] = round(passed(), 1)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(result, options.out)
+        write_json(options.out, result)
         print(f"{passed():6.1f} s  {stage}: {text}", flush=True)
 
     def lossless(stage: str, prompts_: list[list[int]], batch: int) -> float:

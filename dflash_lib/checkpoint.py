@@ -5,8 +5,8 @@ A checkpoint is a folder::
     checkpoints/step-000100/
         model.safetensors      the drafter's tensors, named as DFlash names them
         config.json            the layout z-lab's checkpoints have, so that a checkpoint is already an export
-        training.safetensors   tensors of the training state (optimizer moments, float32 masters, ...)
-        training.json          everything else of it: step, scheduler, data position
+        training.safetensors   tensors of the training state: float32 masters, AdamW's moments
+        training.json          everything else of it: step, position in the data
 
 Nothing is pickled, so a checkpoint from anywhere is safe to open. A folder is written under a temporary name, flushed
 and then renamed: it is there whole or it is not there. Formats of other projects are in :mod:`dflash_lib.exchange`.
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_lib.atomic import replace_folder, write_json
 from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
-from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from dflash_lib.drafter import Drafter
@@ -45,7 +46,6 @@ __all__ = [
     "prune",
     "resolve",
     "save",
-    "save_training",
 ]
 
 MODEL, CONFIG = "model.safetensors", "config.json"
@@ -81,11 +81,11 @@ def save(
 
     def write(folder: Path) -> None:
         write_tensors(tensors, folder / MODEL)
-        write_json(config, folder / CONFIG)
+        write_json(folder / CONFIG, config)
         if extra_state is not None:
             _write_training(folder, extra_state, step)
 
-    return replace_folder(Path(path), write)
+    return replace_folder(path, write)
 
 
 def load(
@@ -148,16 +148,8 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 
 # --- training state ----------------------------------------------------------------------------------------------
-def save_training(path: str | os.PathLike[str], state: Mapping[str, Any], *, step: int) -> None:
-    """Adds (or replaces) the training state of an existing checkpoint folder; see :func:`save`'s ``extra_state``."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is no folder")
-    _write_training(folder, state, step)
-
-
 def load_training(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tree that was given to :func:`save` or :func:`save_training`, tensors on the CPU, plus ``"step"``.
+    """The tree that was given to :func:`save` as ``extra_state``, tensors on the CPU, plus ``"step"``.
 
     Raises:
         CheckpointError: there is none, it is damaged, or its two files are of different saves.
@@ -179,7 +171,7 @@ def _write_training(folder: Path, state: Mapping[str, Any], step: int) -> None:
     packed = _pack(dict(state), "state", tensors)
     stamp = uuid.uuid4().hex  # ties the two files together, should a crash fall between them
     write_tensors(tensors, folder / TRAINING_TENSORS, {"save": stamp})
-    write_json({"v": 1, "step": step, "save": stamp, "state": packed}, folder / TRAINING_STATE)
+    write_json(folder / TRAINING_STATE, {"v": 1, "step": step, "save": stamp, "state": packed})
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

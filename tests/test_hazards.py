@@ -31,7 +31,6 @@ def test_the_fault_is_seen_unpatched_where_it_exists_and_never_patched(hazard: h
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; tests below show the CPU's share")
 @pytest.mark.parametrize("name", sorted(NEEDS_A_GPU))
 def test_on_a_gpu_nothing_hangs_or_raises_when_patched(name: str) -> None:
     assert hazards.by_name(name).provoke(patched=True, seconds=20).status == "clean"
