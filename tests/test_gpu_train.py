@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(script, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
 
 
 def test_storm_and_steady(tmp_path):
