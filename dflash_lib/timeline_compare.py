@@ -127,11 +127,14 @@ class Comparison:
             TimelineError: another suffix.
         """
         from .timeline import TimelineError, write
-        from .timeline_compare_picture import picture
 
         path = Path(out)
         if path.suffix not in (".png", ".svg"):
             raise TimelineError(f"{path}: a comparison is drawn as .png or .svg")
+        try:
+            from .timeline_compare_picture import picture
+        except ImportError:
+            raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); the table does not") from None
         return write(path, picture(self, path.suffix[1:]))
 
     def __str__(self) -> str:
