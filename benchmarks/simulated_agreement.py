@@ -1,6 +1,6 @@
 """How well the cheap estimate of acceptance agrees with real decoding, for one checkpoint.
 
-    python benchmarks/simulated_agreement.py RUN_OR_CHECKPOINT [--prompts FILE] [--count 8] [--tokens 48]
+    python benchmarks/simulated_agreement.py RUN_OR_CHECKPOINT [--prompts FILE] [--count 8] [--tokens 48] [--device cpu]
 
 Decodes prompts greedily with the drafter, then walks (a) the very texts that came out and (b) the packaged held-out
 texts, and prints tau of each. (a) must agree up to cycles cut by the length limit and float32 ties.
@@ -23,8 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--prompts", default="heldout")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
-    settings = {"checkpoint": options.checkpoint, "prompts": [options.prompts], "count": options.count}
+    settings = {
+        "checkpoint": options.checkpoint,
+        "prompts": [options.prompts],
+        "count": options.count,
+        "device": options.device,
+    }
     ready = prepare(Settings.from_dict(settings))
     given = ready.sets[0].prompts
     real = decode.speculative(

@@ -21,10 +21,10 @@ from dflash_lib.errors import UserError
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train DFlash drafters in threads, measure them, and see every recompile.",
 )
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click in newer releases of typer
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one machine-readable line last.")]
 
 
@@ -137,7 +137,9 @@ def regenerate(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a run folder (its last checkpoint).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, a run folder (its last checkpoint), or a folder of runs (the newest).")
+    ],
     prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines of conversations; repeatable.")] = None,
     target: Annotated[str | None, typer.Option(help="The target; none: the one the checkpoint names.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for acceptance.json and its pictures.")] = None,
@@ -308,14 +310,20 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Runs a command; an error that the user caused becomes one line and exit code 2."""
+    """Runs a command; an error that the user caused becomes one line and exit code 2. No command: the help, and 2."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+    words = sys.argv[1:]
     try:
-        app()
+        code = app(words or ["--help"], standalone_mode=False)  # else typer writes its errors itself, as boxes
     except UserError as error:
         print(f"dflash: {error}", file=sys.stderr)
         sys.exit(2)
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "python -m dflash_lib"
+        print(f"dflash: {' '.join(error.format_message().split()).rstrip('.')} (see {command} --help)", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if words else 2)
 
 
 if __name__ == "__main__":

@@ -181,22 +181,28 @@ def in_flight() -> list[dict[str, Any]]:
     ]
 
 
+class _Steps(threading.local):
+    """The calling thread's last step: its number, and when it ended. (Thread idents are used again, this is not.)"""
+
+    number = 0
+    ended: float | None = None
+
+
 class Recording:
     """What :func:`record_compiles` gives: the log, and a way to say where steps end."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self._steps: dict[int, int] = {}
-        self._ended: dict[int, float] = {}
+        self._last = _Steps()
 
     def step(self, step: int | None = None, **fields: Any) -> None:
         """Ends a step of the current thread (its number from 1, counted here unless given), e.g. ``step(loss=0.3)``."""
-        ident, now = threading.get_ident(), self.log.now()
-        number = self._steps.get(ident, 0) + 1 if step is None else step
-        seconds = now - self._ended.get(ident, now)
+        last, now = self._last, self.log.now()
+        number = last.number + 1 if step is None else step
+        seconds = 0.0 if last.ended is None else now - last.ended
         blank = dict.fromkeys(("loss", "tokens", "rows", "lr", "grad_norm", "bucket"))
         self.log.emit("step", step=number, **{**blank, "seconds": seconds, **fields})
-        self._steps[ident], self._ended[ident] = number, now
+        last.number, last.ended = number, now
 
     def planned(self, what: str) -> AbstractContextManager[None]:
         """``with recording.planned(f"length {n}"):`` around each call; see :func:`events.planned`."""

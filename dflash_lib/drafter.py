@@ -22,7 +22,6 @@ from dflash_lib.layer import (
     Shape,
     attention_for,
     finish,
-    flex_attention_call,
     keys_values,
     layer_forward,
     linear,
@@ -31,15 +30,6 @@ from dflash_lib.layer import (
     sdpa_attention,
 )
 from dflash_lib.rope import Rope, rope_at, rotary_frequencies, settings_of
-
-__all__ = [
-    "Drafter",
-    "DrafterCache",
-    "DrafterConfig",
-    "flex_attention_call",
-    "layer_forward",
-    "sdpa_attention",
-]
 
 
 @dataclass(frozen=True)
@@ -86,11 +76,14 @@ class DrafterConfig:
             )
 
     @classmethod
-    def from_target(cls, target: Any, config: RunConfig) -> DrafterConfig:
-        """A drafter of the target's sizes and RoPE settings, with the run's layers, block size and window."""
+    def from_target(cls, target: Any, config: RunConfig, device: torch.device | None = None) -> DrafterConfig:
+        """A drafter of the target's sizes and RoPE settings, with the run's layers, block size and window.
+
+        ``device``: where it will be trained, which decides the arithmetic of ``precision="auto"``; None: the target's.
+        """
         model = target.config.get_text_config() if hasattr(target.config, "get_text_config") else target.config
         heads = model.num_attention_heads
-        device = torch.device(target.device)
+        device = device or torch.device(target.device)
         precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
             config.precision, torch.bfloat16 if device.type == "cuda" else torch.float32
         )
@@ -173,8 +166,6 @@ class _Layer(nn.Module):
 
 class Drafter(nn.Module):
     """The draft model; its parameters are exactly a checkpoint's tensors (11 L + 3, no embedding, no head)."""
-
-    inv_freq: Tensor
 
     def __init__(self, config: DrafterConfig, *, seed: int = 0, device: torch.device | str | None = None) -> None:
         """Random first weights from a generator of its own: the same ``seed`` and kind of device, the same weights."""

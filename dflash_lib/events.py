@@ -1,7 +1,7 @@
 """Typed events and the append-only JSONL log that every view of a run is drawn from.
 
-One object a line; the format is docs/contracts.md. This module imports neither torch nor anything else of the
-package, so a log can be written by any process and read by any other.
+One object a line; the format is docs/contracts.md. Neither this module nor event_reading, its other half, imports
+torch or anything else of the package, so a log can be written by any process and read by any other.
 
 Three things are easy to get wrong, and are decided here:
 
@@ -44,7 +44,6 @@ __all__ = [
     "settle",
 ]
 VERSION = 1
-BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
 
 # --- lanes: whose event is it? ---------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class EventLog:
         self.node = node
         self.origin = time.monotonic() if origin is None else origin
         self.events: list[Event] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may emit in the middle of an emit of its own thread
         self._subscribers: list[Callable[[Event], None]] = []
         self._finished: dict[str, int] = {}  # thread -> its last finished step
         self._seq = 0

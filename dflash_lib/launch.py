@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_json, write_status
+from .atomic import write_json
+from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_status
 
 
 class NotebookFailed(RuntimeError):
@@ -64,7 +65,7 @@ def execute(
     # papermill warns about every parameter that the tagged cell lacks; RunConfig refuses the wrong ones by name.
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
-        with _progress(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
+        with progress_bar(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
             papermill.execute_notebook(
                 notebook,
                 output,
@@ -114,7 +115,7 @@ def _end(folder: Path, state: str, begun: float, error: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def _progress(folder: Path, title: str) -> Iterator[None]:
+def progress_bar(folder: Path, title: str) -> Iterator[None]:
     """Keeps a :class:`RunProgress` up to date from a thread of its own."""
     ended = threading.Event()
     bar = RunProgress(folder, title)

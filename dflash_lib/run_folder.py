@@ -1,4 +1,4 @@
-"""A run's folder: its name, its status and its environment, written so that a reader never sees half a file."""
+"""A run's folder: its name, its status and its environment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from .atomic import write_json, write_text
 from .config import ConfigError, RunConfig
 
 State = Literal["running", "completed", "failed", "stopped"]
@@ -27,31 +27,6 @@ _PACKAGES = (
 # Settings that change what a run does. Whole environments are not copied: they hold people's secrets.
 _VARIABLES = ("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "CUDA_", "NCCL_", "OMP_", "MKL_", "PYTORCH_")
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-
-
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes ``value`` as JSON in one step: a temporary file beside it, flushed to disk, then renamed.
-
-    Raises:
-        ValueError: ``value`` holds NaN or an infinity, which JSON cannot carry.
-    """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes ``text`` as UTF-8 in one step; half a surrogate pair becomes a question mark."""
-    file = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(text.encode("utf-8", "replace"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, file)  # noqa: PTH105
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:

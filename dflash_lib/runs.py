@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .atomic import write_json, write_text
 from .launch import NotebookFailed, Tail, execute
 from .report import draw, folders, frame, history, rows, summary, table
 from .run_folder import (
@@ -11,9 +12,7 @@ from .run_folder import (
     run_state,
     runs_root,
     write_environment,
-    write_json,
     write_status,
-    write_text,
 )
 from .sweep import sweep, sweep_file
 

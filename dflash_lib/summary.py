@@ -28,11 +28,11 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
 def _losses(log: list[dict[str, Any]]) -> str:
     lines = []
     steps = [event for event in log if event["kind"] == "step" and event.get("loss") is not None]
-    for lane in dict.fromkeys(event["thread"] for event in steps):
+    for lane in sorted({event["thread"] for event in steps}, key=lambda name: (len(name), name)):  # 2 before 10
         own = [event for event in steps if event["thread"] == lane]
         first, last = own[0], own[-1]
         seconds, tokens = sum(e.get("seconds") or 0 for e in own), sum(e.get("tokens") or 0 for e in own)
-        speed = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+        speed = f", {tokens / seconds:,.0f} tokens/s over the run" if seconds else ""
         lines.append(
             f"{lane} on {first['device']}: loss {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at "
             f"step {last['step']}{speed}"

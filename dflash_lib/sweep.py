@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from . import sweep_plan
+from .atomic import write_json
 from .config import ConfigError
 from .launch import RunProgress
-from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_json, write_status
+from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_status
 from .sweep_plan import Grid
 
 
@@ -162,8 +163,8 @@ class _Sweep:
                 while waiting and len(active) < self.parallel:
                     run = waiting.pop(0)
                     run.slot = min(set(range(self.parallel)) - {r.slot for r in active if not r.adopted})
+                    active.append(run)  # first: a Ctrl-C in the middle of starting must stop it too
                     self._start(run)
-                    active.append(run)
                     self._write()
                 time.sleep(0.2)
                 for run in [run for run in active if self._over(run)]:

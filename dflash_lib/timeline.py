@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from . import events as log
+from .atomic import write_bytes
 from .errors import UserError
 from .timeline_build import build
 from .timeline_model import Compile, Lane, Offender, Timeline
@@ -115,7 +116,8 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
         from .timeline_picture import picture
 
         data = picture(timeline, path.suffix[1:], axis=axis)
-    return write(path, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_bytes(path, data)
 
 
 def draw_all(source: Source, out: str | os.PathLike[str] | None = None, *, axis: Axis = "time") -> list[Path]:
@@ -191,18 +193,3 @@ def summary(source: Source) -> str:
     if timeline.unreadable:
         lines += ["", f"{timeline.unreadable} lines of the log could not be read"]
     return "\n".join(lines)
-
-
-def write(path: Path, data: bytes) -> Path:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .atomic import write_bytes
 from .timeline_model import Offender, Timeline
 from .timeline_style import clean, seconds
 
@@ -71,9 +72,6 @@ class Comparison:
         """Whether anything recompiles in b that did not in a, or more often than in a."""
         return any(row.counts[1] > row.counts[0] for row in self.rows)
 
-    def by_status(self, status: Status) -> list[Row]:
-        return [row for row in self.rows if row.status == status]
-
     def totals(self) -> list[tuple[str, float, float]]:
         """What each run cost in all: (what, a, b)."""
 
@@ -126,7 +124,7 @@ class Comparison:
         Raises:
             TimelineError: another suffix.
         """
-        from .timeline import TimelineError, write
+        from .timeline import TimelineError
 
         path = Path(out)
         if path.suffix not in (".png", ".svg"):
@@ -135,7 +133,8 @@ class Comparison:
             from .timeline_compare_picture import picture
         except ImportError:
             raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); the table does not") from None
-        return write(path, picture(self, path.suffix[1:]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_bytes(path, picture(self, path.suffix[1:]))
 
     def __str__(self) -> str:
         return self.table()

@@ -19,7 +19,7 @@ import torch._dynamo.utils as dynamo_utils
 from dflash_lib import events, timeline
 from dflash_lib.compile_hooks import hub
 from dflash_lib.compile_metrics import COMPILE_KEYS
-from dflash_lib.compile_monitor import CompileMonitor, in_flight, record_compiles
+from dflash_lib.compile_monitor import CompileMonitor, Recording, in_flight, record_compiles
 from dflash_lib.events import EventLog
 
 SCHEMA = jsonschema.Draft202012Validator(
@@ -522,6 +522,14 @@ def test_a_torch_without_the_hook_is_said(monkeypatch: pytest.MonkeyPatch) -> No
             pass
     assert "log_compilation_event" in of(log, "warning")[0]["message"]
     assert torch.__version__ in of(log, "warning")[0]["message"]
+
+
+def test_steps_are_counted_by_thread_though_idents_are_used_again() -> None:
+    recording = Recording(EventLog(None))
+    for _ in range(3):  # one after the other: the system gives them the same ident
+        in_threads(lambda: [recording.step() for _ in range(2)])
+    assert [event["step"] for event in recording.log.events] == [1, 2] * 3
+    assert all(event["seconds"] == 0.0 for event in recording.log.events[::2])
 
 
 def test_record_compiles_records_anybody_s_threads_to_a_file(tmp_path: Path) -> None:

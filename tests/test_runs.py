@@ -33,23 +33,7 @@ def config(tmp_path: Path, **fields: Any) -> RunConfig:
     return RunConfig(runs_dir=str(tmp_path), **fields)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-def test_a_file_is_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.json"
-    runs.write_json(file, {"a": 1})
-    with pytest.raises(ValueError):
-        runs.write_json(file, {"a": float("nan")})
-
-    def cut(*_: object) -> None:
-        raise OSError("the machine went down")
-
-    monkeypatch.setattr(os, "replace", cut)
-    with pytest.raises(OSError):
-        runs.write_json(file, {"a": 2})
-    assert json.loads(file.read_text()) == {"a": 1}
-    assert [f.name for f in tmp_path.iterdir()] == ["a.json"]
-
-
+# --- folders --------------------------------------------------------------------------------------------------------
 def test_a_folder_is_named_after_the_run_and_the_time(tmp_path: Path) -> None:
     folders = [runs.new_run_dir(config(tmp_path, name="first")) for _ in range(3)]
     assert len(set(folders)) == 3

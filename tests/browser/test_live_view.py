@@ -13,6 +13,8 @@ import papermill
 import pytest
 import tiny_texts
 
+from dflash_lib import events
+
 ROOT = Path(__file__).parents[2]
 
 CELLS = [
@@ -86,17 +88,48 @@ def test_an_error_would_be_seen(lab: Any, page: Any) -> None:
     assert [words in text for words, text in zip(("ZeroDivisionError", "loud"), View(page).errors(), strict=True)]
 
 
+SLOW_BACKEND = """
+import time
+from torch._dynamo import lookup_backend
+
+SECONDS = [4.0]  # of the process's first compile: time enough for a person to press a button meanwhile
+
+def slow_first(graph, inputs, **options):
+    time.sleep(SECONDS.pop() if SECONDS else 0)
+    return lookup_backend("aot_eager")(graph, inputs, **options)
+"""
+
+
+def write_backend(folder: Path) -> None:
+    """``backend="slow_first"`` in kernels that work in ``folder``: torch finds backends among entry points."""
+    (folder / "slow_backend.py").write_text(SLOW_BACKEND)
+    package = folder / "slow_backend-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-backend\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[torch_dynamo_backends]\nslow_first = slow_backend:slow_first\n")
+
+
+def steps_until_effect(log: list[dict[str, Any]], request: str, effect: Callable[[dict[str, Any]], bool]) -> int:
+    """How many steps a lane finished, at most, between the trainer's hearing a request and its taking effect."""
+    asked = next(i for i, event in enumerate(log) if event.get("request") == request)
+    done = next(i for i, event in enumerate(log) if i > asked and "request" not in event and effect(event))
+    lanes = [event["thread"] for event in log[asked:done] if event["kind"] == "step"]
+    return max((lanes.count(lane) for lane in lanes), default=0)
+
+
 def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Path]) -> None:
-    """The same with the real trainer, in the notebook people open, in the dark theme."""
+    """The real trainer, in the notebook people open, in the dark theme: lanes, every button, what is left."""
     texts = [
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": "word " * n}]}
         for n in range(8, 40)
     ]
     (lab.notebooks / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_backend(lab.notebooks)
     parameters = {
         "target": str(tiny_texts.save_folder(lab.notebooks / "tiny")),
         "train_data": "texts.jsonl",
         "heldout_data": "texts.jsonl",
+        "run_dir": "runs/browser",
         "devices": ["cpu", "cpu"],
         "steps": 100_000,
         "bucket_lengths": False,  # a new length compiles again: the dashboard gets something to show
@@ -106,7 +139,7 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
         "anchors": 4,
         "rows": 1,
         "drafter_layers": 1,
-        "backend": "aot_eager",
+        "backend": "slow_first",
         "evaluate_prompts": 1,
         "evaluate_tokens": 4,
     }
@@ -118,6 +151,16 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
     view = View(page)
     seen: set[str] = set()
 
+    # a press during a compile is acknowledged with the compile's name, and waits for it
+    view.until(lambda lanes: any("compiling: " in said for said in lanes.values()), 120)
+    compiling, said = next((lane, said) for lane, said in view.lanes().items() if "compiling: " in said)
+    frame = said.split("compiling: ")[1].split()[0]
+    view.press("checkpoint")
+    view.acknowledged("checkpoint asked for")
+    lanes = view.lanes()
+    assert f"checkpoint asked for: waits for the compile of {frame}" in lanes[compiling]
+    picture(page, "01-compile-named-dark")
+
     def look(lanes: dict[str, str]) -> bool:
         seen.update(said.partition(":")[0].strip() for said in lanes.values())
         return len(lanes) == 2 and min(view.steps().values()) >= 4
@@ -126,6 +169,7 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
     assert lab.cell_is_running(page)
     assert {"compiling", "running"} <= seen
     assert seen & {"waiting for a compile", "waiting for the others"}
+    assert "1 checkpoint, the last at step 1:" in view.text(), "the step whose compile was waited for"
 
     view.press("pause")
     view.acknowledged("pause asked for", "paused")
@@ -136,16 +180,29 @@ def test_notebook_01_live(lab: Any, page: Any, picture: Callable[[Any, str], Pat
     assert view.steps() == still
     page.locator(".dflash-dashboard").scroll_into_view_if_needed()
     picture(page, "01-paused-dark")
+
     view.press("resume")
+    view.until(lambda lanes: not any("paused" in said for said in lanes.values()), ACKNOWLEDGED)
     view.until(lambda _: all(view.steps()[lane] > step for lane, step in still.items()), 60)
-    view.press("checkpoint")
-    view.acknowledged("checkpoint asked for")
-    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('1 checkpoint,')")
+
+    view.press("evaluate")
+    view.acknowledged("evaluate asked for", "acceptance")
+    page.wait_for_function("document.querySelector('.dflash-dashboard').innerText.includes('heldout 1.')")
+
     view.press("stop")
     view.acknowledged("stop asked for", "stopped")
     view.until(lambda lanes: all("stopped" in said for said in lanes.values()), 60)
 
     lab.wait_for_last_cell(page, 90)
+    log = events.read(lab.notebooks / "runs" / "browser" / "events.jsonl")
+    for request, effect in {
+        "checkpoint": lambda event: event["kind"] == "checkpoint",
+        "pause": lambda event: event.get("state") == "paused",
+        "resume": lambda event: event.get("state") == "running",
+        "evaluate": lambda event: event.get("detail") == "evaluating",
+        "stop": lambda event: event.get("state") == "stopped",
+    }.items():
+        assert steps_until_effect(log, request, effect) <= 1, f"{request}: the step under way, and no other"
     outputs = lab.outputs(page)
     assert [output for output in outputs if output["output_type"] == "error"] == []
     pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
