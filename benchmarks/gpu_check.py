@@ -64,7 +64,7 @@ PARTS = (  # in order of importance
     Part("drafter", _script("gpu_drafter"), 580),
     Part("storm", _script("gpu_race", "--parts", "storm"), 500),
     Part("steady", _script("gpu_train", "--parts", "steady"), 300),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 400),
+    Part("tests", ("-m", "pytest", "-v", "-m", "gpu", *TESTS), 400),
     Part("hazards", ("-m", "dflash_lib", "hazards"), 400),
     Part("check", ("benchmarks/step_check.py", "--timeout", "{seconds}"), 240),
     Part("race", _script("gpu_race", "--parts", "first", "grid"), 560),

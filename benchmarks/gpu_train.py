@@ -123,10 +123,11 @@ def main() -> int:
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "parts": {}}
     if options.device == "cuda":
         results["gpu"] = torch.cuda.get_device_name(0)
-    end = time.monotonic() + options.seconds
+    began = time.monotonic()
+    end = began + options.seconds * several_gpus.patience(options)
     several_gpus.say(f"gpu_train: {', '.join(options.parts)} on {options.device}, {options.seconds:.0f} s at most")
     for part in options.parts:
-        seconds = min(SECONDS[part], end - time.monotonic())
+        seconds = min(SECONDS[part] * several_gpus.patience(options), end - time.monotonic())
         results["parts"][part] = (
             several_gpus.run_part(__file__, options, part, seconds) if seconds > 20 else {"error": "no time left"}
         )
@@ -134,8 +135,10 @@ def main() -> int:
     for part, result in results["parts"].items():
         print(f"{part}: {json.dumps(result)}"[:700], flush=True)
     ok = all(result.get("ok") for result in results["parts"].values())
-    took = options.seconds - (end - time.monotonic())
-    print(f"gpu_train: {'ok' if ok else 'FAILED'} in {took:.0f} s, torch {torch.__version__}", flush=True)
+    print(
+        f"gpu_train: {'ok' if ok else 'FAILED'} in {time.monotonic() - began:.0f} s, torch {torch.__version__}",
+        flush=True,
+    )
     return 0 if ok else 1
 
 

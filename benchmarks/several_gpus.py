@@ -53,6 +53,11 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def patience(options: argparse.Namespace) -> int:
+    """Limits are those of a GPU; CPU cores may be shared with anything."""
+    return 1 if options.device == "cuda" else 4
+
+
 def devices(options: argparse.Namespace, count: int) -> list[str]:
     """``count`` lanes over what is there."""
     return [f"cuda:{i % gpus()}" for i in range(count)] if options.device == "cuda" else ["cpu"] * count
@@ -139,7 +144,8 @@ def keep_picture(run_dir: Path, folder: Path, label: str) -> None:
     """The run's timeline (one lane a thread) and its events, as two small files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("timeline.png", "events.jsonl"):
-        shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
+        if (run_dir / file).exists():  # without matplotlib there is no picture
+            shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -193,7 +199,8 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
     """1, 2, 4, ... threads against as many processes; the ends first, and what is measured is on disk at once."""
     most = 2 if options.device == "cpu" else gpus()
-    counts = sorted((count for count in (1, 2, 4, 8) if count <= most), key=lambda count: (1 < count < most, count))
+    there = (count for count in options.counts if count <= most)
+    counts = sorted(there, key=lambda count: (1 < count < most, count))
     found: dict[str, Any] = {"ok": False}
     for size in ["tiny"] if options.tiny else ["smollm2", "qwen3-4b"]:
         for count in counts:
@@ -219,7 +226,9 @@ def _workers(options: argparse.Namespace, way: str, size: str, count: int, steps
     out = tempfile.mkdtemp(prefix="workers-")
     part = "threads" if way == "threads" else "ddp"
     command = [sys.executable, "-u", __file__, "--part", part, "--device", options.device, "--sizes", size]
-    command += ["--steps", str(steps), "--count", str(count), "--out", f"{out}/result.json", "--limit", "150"]
+    command += ["--steps", str(steps), "--count", str(count), "--out", f"{out}/result.json"]
+    limit = 150 * patience(options)
+    command += ["--limit", str(limit)]
     command += ["--keep", options.keep] if options.keep and way == "threads" and count > 1 else []
     workers = []
     for rank in range(1 if way == "threads" else count):
@@ -229,7 +238,7 @@ def _workers(options: argparse.Namespace, way: str, size: str, count: int, steps
             environment |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
         workers.append(subprocess.Popen(command, env=environment))
     try:
-        codes = [worker.wait(timeout=160) for worker in workers]
+        codes = [worker.wait(timeout=limit + 10) for worker in workers]
     except subprocess.TimeoutExpired:
         codes = [None]
     finally:
@@ -391,6 +400,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--steps", type=int, default=None, help="steps of the storm (200)")
     parser.add_argument("--out", type=Path, default=Path("several_gpus.json"))
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="threads and processes of scaling")
     parser.add_argument("--keep", help="folder for the runs' timeline pictures and events")
     parser.add_argument("--seconds", type=float, default=560, help="for everything")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -408,11 +418,11 @@ def main() -> int:
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "gpus": gpus(), "parts": {}}
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)
-    end = time.monotonic() + options.seconds
+    end = time.monotonic() + options.seconds * patience(options)
     say(f"several_gpus: {', '.join(options.parts)} on {gpus() or 'no'} GPUs, at most {options.seconds:.0f} s")
 
     def measure(part: str) -> None:
-        seconds = min(SECONDS[part], end - time.monotonic())
+        seconds = min(SECONDS[part] * patience(options), end - time.monotonic())
         results["parts"][part] = (
             run_part(__file__, options, part, seconds) if seconds > 20 else {"error": "no time left"}
         )
@@ -438,6 +448,7 @@ def run_part(script: str, options: argparse.Namespace, part: str, seconds: float
     command += ["--limit", str(max(5.0, seconds - 10))] + ["--tiny"] * options.tiny
     for name in ("steps", "keep"):
         command += [f"--{name}", str(getattr(options, name))] if getattr(options, name, None) else []
+    command += ["--counts", *map(str, options.counts)] if getattr(options, "counts", None) else []
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True) as process:
         try:

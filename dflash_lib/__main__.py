@@ -218,7 +218,8 @@ def compare(
     run_b: Annotated[Path, typer.Argument(help="Another: after.")],
     out: Annotated[Path | None, typer.Option(help="Picture to write (.png or .svg).")] = None,
     fail_if_worse: Annotated[
-        bool, typer.Option("--fail-if-worse", help="Exit 1 when anything recompiled in b that did not in a, or oftener.")
+        bool,
+        typer.Option("--fail-if-worse", help="Exit 1 when anything recompiled in b that did not in a, or oftener."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -110,6 +110,8 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
         from .timeline_perfetto import trace
 
         data = trace(timeline).encode("ascii")
+    elif not _pictures():
+        raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); .html and .json do not")
     else:
         from .timeline_picture import picture
 
@@ -119,13 +121,25 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
 
 
 def draw_all(source: Source, out: str | os.PathLike[str] | None = None, *, axis: Axis = "time") -> list[Path]:
-    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another."""
+    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another.
+
+    Without matplotlib, which the core does not need, the page and the trace alone.
+    """
     if out is None:
         if isinstance(source, Timeline):
             raise TimelineError("draw_all: name the folder to draw into (out=...)")
         out = Path(source) if Path(source).is_dir() else Path(source).parent
     timeline = load(source)
-    return [draw(timeline, Path(out) / name, axis=axis) for name in OUTPUTS]
+    return [draw(timeline, Path(out) / name, axis=axis) for name in (OUTPUTS if _pictures() else OUTPUTS[2:])]
+
+
+def _pictures() -> bool:
+    """Whether matplotlib is there: the workspace's core, and who only records compiles, do without it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def fail_after_step(source: Source, step: int) -> list[Offender]:

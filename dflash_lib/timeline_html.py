@@ -96,7 +96,8 @@ def _data(timeline: Timeline) -> dict[str, Any]:
                 "wasted": round(o.wasted, 3),
                 "count": o.count,
                 "frame": o.frame,
-                "changes": "; ".join(o.changes[:3]) + (f" and {len(o.changes) - 3:,} more" if len(o.changes) > 3 else ""),
+                "changes": "; ".join(o.changes[:3])
+                + (f" and {len(o.changes) - 3:,} more" if len(o.changes) > 3 else ""),
                 "where": o.where or "",
                 "advice": o.advice,
                 "find": o.changes[0] if len(o.changes) == 1 else o.frame,

@@ -55,7 +55,7 @@ class Compile:
 
     @property
     def wasted(self) -> float:
-        """Seconds that something avoidable cost: an avoidable compile with its wait, a needed one's wait behind such."""
+        """Seconds that something avoidable cost: an avoidable compile with its wait, or a needed one's wait for it."""
         return self.wait + self.seconds if self.avoidable else self.behind
 
     @property
@@ -69,7 +69,9 @@ class Compile:
             return "only kernels came from the cache: tracing, and loading Inductor once a process, took the time"
         known = reasons.changed(self.guard, self.expected, self.actual)
         if self.kind == "limit":
-            return "; ".join(filter(None, (known, f"all {self.limit or ''} cache entries are taken".replace("  ", " "))))
+            return "; ".join(
+                filter(None, (known, f"all {self.limit or ''} cache entries are taken".replace("  ", " ")))
+            )
         text = known or self.guard or (self.reason or "").split("\n", 1)[0]
         return f"planned for {self.planned} ({text})" if self.cls == "planned" else text
 

@@ -117,7 +117,9 @@ def test_fail_after_step_is_an_exit_code_and_says_why(
     assert check(log, -1)[0] == 2
     bare = recorded(tmp_path / "bare.jsonl", {}, GROWN, steps=False)
     code, _, errors = check(bare, 1)
-    assert code == 0 and "no steps" in errors and "--fail-after-step 0" in errors  # else it would pass whatever happened
+    assert (
+        code == 0 and "no steps" in errors and "--fail-after-step 0" in errors
+    )  # else it would pass whatever happened
     assert check(bare, 0)[0] == 1
 
 
