@@ -53,6 +53,11 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def patience(options: argparse.Namespace) -> int:
+    """Limits are those of a GPU; CPU cores may be shared with anything."""
+    return 1 if options.device == "cuda" else 4
+
+
 def devices(options: argparse.Namespace, count: int) -> list[str]:
     """``count`` lanes over what is there."""
     return [f"cuda:{i % gpus()}" for i in range(count)] if options.device == "cuda" else ["cpu"] * count
@@ -62,6 +67,8 @@ def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: 
     """One run of the trainer on a random target; what its events say of it."""
     shape = synthetic.SIZES[sizes]
     label = f"{sizes}-x{len(lanes)}-{changes.get('target_mode', 'shared')}"
+    if gpus():
+        torch.cuda.init()
     for index in range(gpus()):
         torch.cuda.reset_peak_memory_stats(index)
     folder = Path(changes.pop("run_dir", None) or tempfile.mkdtemp(prefix="several-"))
@@ -137,7 +144,8 @@ def keep_picture(run_dir: Path, folder: Path, label: str) -> None:
     """The run's timeline (one lane a thread) and its events, as two small files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("timeline.png", "events.jsonl"):
-        shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
+        if (run_dir / file).exists():  # without matplotlib there is no picture
+            shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -191,7 +199,8 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
     """1, 2, 4, ... threads against as many processes; the ends first, and what is measured is on disk at once."""
     most = 2 if options.device == "cpu" else gpus()
-    counts = sorted((count for count in (1, 2, 4, 8) if count <= most), key=lambda count: (1 < count < most, count))
+    there = (count for count in options.counts if count <= most)
+    counts = sorted(there, key=lambda count: (1 < count < most, count))
     found: dict[str, Any] = {"ok": False}
     for size in ["tiny"] if options.tiny else ["smollm2", "qwen3-4b"]:
         for count in counts:
@@ -217,7 +226,9 @@ def _workers(options: argparse.Namespace, way: str, size: str, count: int, steps
     out = tempfile.mkdtemp(prefix="workers-")
     part = "threads" if way == "threads" else "ddp"
     command = [sys.executable, "-u", __file__, "--part", part, "--device", options.device, "--sizes", size]
-    command += ["--steps", str(steps), "--count", str(count), "--out", f"{out}/result.json", "--limit", "150"]
+    command += ["--steps", str(steps), "--count", str(count), "--out", f"{out}/result.json"]
+    limit = 150 * patience(options)
+    command += ["--limit", str(limit)]
     command += ["--keep", options.keep] if options.keep and way == "threads" and count > 1 else []
     workers = []
     for rank in range(1 if way == "threads" else count):
@@ -227,7 +238,7 @@ def _workers(options: argparse.Namespace, way: str, size: str, count: int, steps
             environment |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
         workers.append(subprocess.Popen(command, env=environment))
     try:
-        codes = [worker.wait(timeout=160) for worker in workers]
+        codes = [worker.wait(timeout=limit + 10) for worker in workers]
     except subprocess.TimeoutExpired:
         codes = [None]
     finally:
@@ -279,7 +290,9 @@ def ddp(options: argparse.Namespace) -> NoReturn:
             )
             return found.loss_sum / found.weight_sum
 
-    step = torch.nn.parallel.DistributedDataParallel(Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True)
+    step = torch.nn.parallel.DistributedDataParallel(
+        Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(step.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     rows = synthetic.rows(options.sizes, 64).rows
     length = sizes.length
@@ -300,7 +313,7 @@ def ddp(options: argparse.Namespace) -> NoReturn:
         batch = blocks.make_blocks(
             ids, mask, anchors, keep, block_size=sizes.block_size, gamma=7.0, mask_token_id=target.mask_token_id
         ).to(device)
-        features = target.features(ids.to(device)).features
+        features = target.features(ids).features
         form = blocks.block_mask if cuda else blocks.visible_dense
         visible = form(batch.anchors, batch.keep, length, sizes.block_size)
         positions = blocks.context_positions(None, length, len(picked), device)
@@ -387,6 +400,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--steps", type=int, default=None, help="steps of the storm (200)")
     parser.add_argument("--out", type=Path, default=Path("several_gpus.json"))
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="threads and processes of scaling")
     parser.add_argument("--keep", help="folder for the runs' timeline pictures and events")
     parser.add_argument("--seconds", type=float, default=560, help="for everything")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -400,14 +414,15 @@ def main() -> int:
         say(f"{options.part}: begins")
         options.out.write_text(json.dumps({**PARTS, **WORKERS}[options.part](options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the part that runs, too
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "gpus": gpus(), "parts": {}}
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)
-    end = time.monotonic() + options.seconds
+    end = time.monotonic() + options.seconds * patience(options)
     say(f"several_gpus: {', '.join(options.parts)} on {gpus() or 'no'} GPUs, at most {options.seconds:.0f} s")
 
     def measure(part: str) -> None:
-        seconds = min(SECONDS[part], end - time.monotonic())
+        seconds = min(SECONDS[part] * patience(options), end - time.monotonic())
         results["parts"][part] = (
             run_part(__file__, options, part, seconds) if seconds > 20 else {"error": "no time left"}
         )
@@ -433,6 +448,7 @@ def run_part(script: str, options: argparse.Namespace, part: str, seconds: float
     command += ["--limit", str(max(5.0, seconds - 10))] + ["--tiny"] * options.tiny
     for name in ("steps", "keep"):
         command += [f"--{name}", str(getattr(options, name))] if getattr(options, name, None) else []
+    command += ["--counts", *map(str, options.counts)] if getattr(options, "counts", None) else []
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True) as process:
         try:

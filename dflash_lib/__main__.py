@@ -186,7 +186,7 @@ def export(
 def timeline(
     run: Annotated[Path, typer.Argument(help="A run folder, an events.jsonl, or a TORCH_TRACE folder.")],
     fail_after_step: Annotated[
-        int | None, typer.Option(help="Exit 1, naming them, when anything recompiled after this step.")
+        int | None, typer.Option(min=0, help="Exit 1, naming them, when anything recompiled after this step.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the pictures; none: the run folder.")] = None,
     as_json: JsonFlag = False,
@@ -201,6 +201,10 @@ def timeline(
     print(timelines.summary(loaded))
     for path in paths:
         print(path)
+    if fail_after_step is not None and (passed := timelines.exempt(loaded, fail_after_step)):
+        print(passed, file=sys.stderr)
+    if fail_after_step is not None and not offenders:
+        print(f"nothing recompiled after step {fail_after_step}")
     for offender in offenders:
         print(f"recompiled after step {fail_after_step}: {offender}", file=sys.stderr)
     _say({"paths": [str(path) for path in paths], "offenders": [str(o) for o in offenders]}, as_json)
@@ -213,6 +217,11 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="A run folder or events.jsonl: before.")],
     run_b: Annotated[Path, typer.Argument(help="Another: after.")],
     out: Annotated[Path | None, typer.Option(help="Picture to write (.png or .svg).")] = None,
+    fail_if_worse: Annotated[
+        bool,
+        typer.Option("--fail-if-worse", help="Exit 1 when anything recompiled in b that did not in a, or oftener."),
+    ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Which recompiles are new, gone or changed between two runs."""
     from dflash_lib import timeline as timelines
@@ -221,6 +230,9 @@ def compare(
     print(comparison.table())
     if out is not None:
         print(comparison.draw(out))
+    _say(comparison.to_dict(), as_json)
+    if fail_if_worse and comparison.worse:
+        raise typer.Exit(1)
 
 
 @app.command()

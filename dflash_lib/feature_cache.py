@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,22 +222,33 @@ def _make(
     queue = deque(todo)
     queue.rotate(-_first(len(queue)))
     targets = {place: target.to(place) for place in dict.fromkeys(places)}
-    with tqdm(total=sum(len(cache.shards[shard]) for shard in todo), desc="feature cache", unit="row") as bar:
+    finished: list[int] = []  # rows of each shard that is done
+    total = sum(len(cache.shards[shard]) for shard in todo)
+    with tqdm(total=total, desc="feature cache", unit="row", file=sys.stdout) as bar:
+
+        def take() -> int | None:
+            """The next shard; only taking tells whether one is left, for other threads take too."""
+            try:
+                return queue.popleft()
+            except IndexError:
+                return None
 
         def write(place: torch.device) -> None:
-            with on_device(place, places), suppress(IndexError):  # of the empty queue
-                while True:
-                    shard = queue.popleft()
+            with on_device(place, places):
+                while (shard := take()) is not None:
                     if not cache.whole(shard, stream.rows):  # another process may have made it meanwhile
                         tensors = _of_rows(cache.shards[shard], targets[place], stream, cache.identity["last_hidden"])
                         write_tensors(tensors, cache.path(shard))
-                    with bar.get_lock():
-                        bar.update(len(cache.shards[shard]))
+                    finished.append(len(cache.shards[shard]))
 
         with ThreadPoolExecutor(len(places), thread_name_prefix="feature-cache") as pool:
+            running = {pool.submit(write, place) for place in places}
             try:
-                for writer in as_completed([pool.submit(write, place) for place in places]):
-                    writer.result()
+                while running:
+                    done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                    bar.update(sum(finished) - bar.n)
+                    for writer in done:
+                        writer.result()
             finally:
                 queue.clear()
 

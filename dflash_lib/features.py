@@ -7,6 +7,7 @@ the same: what comes from where never changes what is learned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class TargetWorker(Worker):
         self.fed = fed
         self.target = trainer.ready.on_device[device]
         self.last_hidden = needs_target(self.config.objective, self.config.label_source)
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def work(self) -> None:
         """Step after step, each drafter's batches in the order in which it will ask for them."""
@@ -108,13 +110,23 @@ class TargetWorker(Worker):
     def hand_over(self, found: Features, batch: RowBatch, device: torch.device) -> tuple[list[int], Features, Any]:
         """Copies to the drafter's device on this thread's stream; the event says when the copies are there.
 
-        Between CPU and GPU the copy is waited for: no event orders it for the thread that reads it.
+        A copy makes the receiving device's current stream wait for it. In this thread that is a stream nobody works on:
+        on the drafter's own, its step would wait for features of a later one. Between CPU and GPU the copy is waited
+        for: no event orders it for the thread that reads it.
         """
         on_gpus = self.device.type == device.type == "cuda"
-        last = None if found.last_hidden is None else found.last_hidden.to(device, non_blocking=on_gpus)
-        here = Features(found.features.to(device, non_blocking=on_gpus), last)
+        with self._beside(device):
+            last = None if found.last_hidden is None else found.last_hidden.to(device, non_blocking=on_gpus)
+            here = Features(found.features.to(device, non_blocking=on_gpus), last)
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpus else None
         return list(batch.row_ids), here, ready
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type != "cuda" or device == self.device:
+            return nullcontext()
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._sides[device])
 
     def wait(self) -> None:
         """A full queue is what a target thread should see: it is ahead."""

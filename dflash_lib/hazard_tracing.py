@@ -1,14 +1,18 @@
-"""Tracing: the "somebody traces" flag and who else writes it, and what a trace notes down for its graph."""
+"""Tracing: the "somebody traces" flag and its writers, what a trace notes down, and whose guard fake tensors use."""
 
 from __future__ import annotations
 
+import _thread
+import functools
 import importlib
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-from dflash_lib.hazard import PerThreadHazard
+from dflash_lib.hazard import Hazard, PerThreadHazard
 from dflash_lib.per_thread import PerThreadGlobals
 from dflash_lib.rewriting import UnknownInternals, names_in, torchs_own
 
@@ -100,3 +104,45 @@ class SkippedGraphModules(PerThreadHazard):
         super().__init__(
             PerThreadGlobals("torch.fx.graph_module", {"_forward_from_src": original_forward_from_src}, heal=True)
         )
+
+
+class DeviceGuard(Hazard):
+    name = "device-guard"
+    description = (
+        "where no GPU is to be seen, the first thread that traces with fake tensors owns the process's CUDA device "
+        "guard and takes it along when it ends: the next compile of any thread reads freed memory (2.10, 2.11)"
+    )
+    where = "torch._C._ensureCUDADeviceGuardSet, called by torch._subclasses.FakeTensorMode"
+
+    def present(self) -> bool:
+        from torch._subclasses import FakeTensorMode
+
+        enter: Any = FakeTensorMode.__enter__
+        if "_ensureCUDADeviceGuardSet" not in names_in(torchs_own(enter)):
+            return False
+        return not torch.cuda.device_count() and _guard_belongs_to_a_thread()
+
+    def isolate(self) -> None:
+        """A thread that never ends asks for the guard first: the main one, or else one that only sleeps."""
+        if threading.current_thread() is threading.main_thread():
+            torch._C._ensureCUDADeviceGuardSet()
+            return
+        asked, for_ever = threading.Event(), threading.Event()
+
+        def ask_and_stay() -> None:
+            torch._C._ensureCUDADeviceGuardSet()
+            asked.set()
+            for_ever.wait()
+
+        _thread.start_new_thread(ask_and_stay, ())  # not one of threading's: nobody is to count or join it
+        asked.wait()
+
+    def undo(self) -> None:
+        """Nothing: the guard that a living thread owns does what a thread's own would, and cannot be given up."""
+
+
+@functools.cache
+def _guard_belongs_to_a_thread() -> bool:
+    """Whether torch lacks the guard of static lifetime that later releases have (it shows in C++ only)."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    return not library.exists() or b"fake_cuda_guard" not in library.read_bytes()

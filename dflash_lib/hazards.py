@@ -16,7 +16,13 @@ from dflash_lib.hazard import Hazard, Outcome
 from dflash_lib.hazard_compiling import BackwardContext, BackwardDeadlock, CompilingFlags, GraphBreakMode, HiddenStates
 from dflash_lib.hazard_settings import AutomaticDynamic, DynamicSettings, InheritedSettings, RecompileLimit
 from dflash_lib.hazard_state import CudagraphTrees, Defaults, Generators, MetricsContext
-from dflash_lib.hazard_tracing import CompilationEnvironment, SkippedGraphModules, TraceContext, TracingFlag
+from dflash_lib.hazard_tracing import (
+    CompilationEnvironment,
+    DeviceGuard,
+    SkippedGraphModules,
+    TraceContext,
+    TracingFlag,
+)
 from dflash_lib.module_calls import ModuleCalls
 
 __all__ = ["ALL", "Hazard", "Outcome", "by_name", "main_text", "matrix", "table"]
@@ -40,6 +46,7 @@ ALL: list[Hazard] = [
     TraceContext(),
     SkippedGraphModules(),
     GraphBreakMode(),
+    DeviceGuard(),
 ]
 
 

@@ -139,6 +139,17 @@ def compile_while(pause: Callable[[], None]) -> None:
     torch.compile(fresh(_doubled), backend=backend)(torch.ones(3))
 
 
+def export_while(pause: Callable[[], None]) -> None:
+    """Exports something, and calls ``pause`` in the middle."""
+
+    class Paused(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pause()
+            return x + 1
+
+    torch.export.export(Paused(), (torch.ones(3),), strict=False)
+
+
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function that nothing has compiled yet."""
     return own_entry_point(function, f"fresh{random.Random().getrandbits(60)}")
@@ -276,6 +287,14 @@ def skipped_graph_modules(seconds: float) -> Result:
     return faults.result("looks at what builds a GraphModule's forward saw another thread's")
 
 
+@shows("device-guard")
+def device_guard(seconds: float) -> Result:
+    faults = Faults(seconds)
+    for _ in range(4):  # in threads that end, one after another; the fault ends the process
+        run_in_thread(lambda: faults.look(fault_of(compile_something))).join()
+    return faults.result("compiles in a new thread raised")
+
+
 @shows("graph-break-mode")
 def graph_break_mode(seconds: float) -> Result:
     if not hasattr(torch._dynamo, "error_on_graph_break"):
@@ -299,16 +318,11 @@ def graph_break_mode(seconds: float) -> Result:
 @shows("compiling-flags")
 def compiling_flags(seconds: float) -> Result:
     faults = Faults(seconds)
-    layer = torch.nn.Linear(3, 3)
-
-    def compile_and_export() -> None:
-        compile_something()
-        torch.export.export(layer, (torch.ones(2, 3),))
-
-    with disturbance(compile_and_export):
-        while faults.goes_on():
-            faults.look("is_compiling() is True in eager code" if torch.compiler.is_compiling() else None)
-            faults.look("is_exporting() is True in eager code" if torch.compiler.is_exporting() else None)
+    while faults.goes_on():
+        for work in (compile_while, export_while):
+            with Held(work):
+                faults.look("is_compiling() is True in eager code" if torch.compiler.is_compiling() else None)
+                faults.look("is_exporting() is True in eager code" if torch.compiler.is_exporting() else None)
     return faults.result("looks at the flags saw another thread's")
 
 

@@ -42,17 +42,17 @@ ADVICE = {
     "requires_grad": "the same input came with and without grad: detach it, or keep training and evaluation apart",
     "device": "one code object serves several devices: give each thread its own (fx_patch.own_entry_point)",
     "dispatch_keys": "another kind of tensor (inference mode, a subclass): create inputs in the mode they are used in",
-    "grad_mode": "called with and without grad, a graph for each: compile evaluation apart, or always call it in one mode",
-    "train_mode": "train() and eval() are two graphs: two compiles are normal; compile evaluation apart to keep them apart",
+    "grad_mode": "called with and without grad, a graph for each: compile evaluation apart, or keep to one mode",
+    "train_mode": "train() and eval() are two graphs: two compiles are normal; more than two: compile evaluation apart",
     "autocast": "autocast was on in one call and off in another, a graph for each: enter it around every call, or none",
     "global_state": "a setting of torch changed between calls: set it once, before the first (fx_patch.run_in_thread"
     " copies it to threads)",
     "constant": "a Python number is baked into the graph: pass it as a tensor, or keep it the same",
-    "flag": "a flag or mode is baked into the graph, a graph for each value: keep it the same, or compile each value apart",
+    "flag": "a flag or mode is baked into the graph, a graph for each value: keep it, or compile each value apart",
     "attribute": "a number kept on an object is baked into the graph: keep it in a tensor (register_buffer), or count"
     " outside",
-    "global": "a global variable is baked into the graph: pass it as an argument (a number as a tensor), or set it once",
-    "item": "a number taken out of a tensor (.item()) is baked in after a graph break: keep it a tensor, or log outside",
+    "global": "a global variable is baked into the graph: pass it as an argument (a number as a tensor) or set it once",
+    "item": "a number taken out of a tensor (.item()) is baked in after a graph break: keep it a tensor",
     "shape_guard": "a dynamic size left the range the graph holds for: pad to buckets, or mark_dynamic with a max",
     "type": "an argument changed its type (a tensor or None?): an entry point for each of the two",
     "object": "another object of the same kind was passed: keep one alive and reuse it, or pass its values as tensors",
@@ -117,8 +117,8 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
         guard = f"{match['name'] or 'tensor'}: {what}" + (f"[{index}]" if index else "")
         return reason(_KINDS.get(what, what), guard, match["expected"].strip(), match["actual"].strip())
     if match := re.match(r"tensor '(.*?)' requires_grad mismatch\. expected requires_grad=(0|1)$", body):
-        before = bool(int(match[2]))
-        return reason("requires_grad", f"{match[1]}: requires_grad", str(before), str(not before))
+        wanted = match[2] == "1"
+        return reason("requires_grad", f"{match[1]}: requires_grad", str(wanted), str(not wanted))
     if match := _NOT_TYPE.match(body):
         return reason("type", f"type({match['name']})", _class_name(match["expected"]), _class_name(match["actual"]))
     if body.startswith("GLOBAL_STATE changed"):
@@ -173,7 +173,7 @@ def _expression(body: str, reason: Callable[..., Reason], value: Callable[[str],
 
 
 def _kind_of(name: str, value: str) -> str:
-    """What sort of Python value was compared: a number that was passed, that an object or a module keeps, a flag, ..."""
+    """What sort of Python value was compared: a number that was passed, one that an object keeps, a flag, ..."""
     if name.startswith(("len(", "list(dict.keys(", "tuple.__iter__")):
         return "structure"
     if name.endswith(".training"):
@@ -198,8 +198,11 @@ def changed(guard: str | None, expected: str | None, actual: str | None) -> str 
     """What changed, in a few words: "x: size[1]: 64 -> 96", "global FLAG: True -> False"; None: not known."""
     if expected is None and actual is None:
         return None
-    name = (guard or "").removesuffix(f" == {expected}").removesuffix(f" != {expected}").removesuffix(f" is {expected}")
-    name = _GLOBAL.sub(r"global \1", name)
+    name = guard or ""
+    if expected and name != expected and name.endswith(expected):
+        name = re.sub(r" (==|!=|is) *$", "", name.removesuffix(expected))
+    if name.startswith("G["):
+        name = _GLOBAL.sub(r"global \1", name)
     shown = f"{name}: " if name and name != expected else ""
     return f"{shown}{expected or '?'} -> {actual or '?'}"
 

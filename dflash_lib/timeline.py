@@ -34,6 +34,7 @@ __all__ = [
     "compare",
     "draw",
     "draw_all",
+    "exempt",
     "fail_after_step",
     "from_events",
     "load",
@@ -109,6 +110,8 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
         from .timeline_perfetto import trace
 
         data = trace(timeline).encode("ascii")
+    elif not _pictures():
+        raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); .html and .json do not")
     else:
         from .timeline_picture import picture
 
@@ -118,13 +121,25 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
 
 
 def draw_all(source: Source, out: str | os.PathLike[str] | None = None, *, axis: Axis = "time") -> list[Path]:
-    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another."""
+    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another.
+
+    Without matplotlib, which the core does not need, the page and the trace alone.
+    """
     if out is None:
         if isinstance(source, Timeline):
             raise TimelineError("draw_all: name the folder to draw into (out=...)")
         out = Path(source) if Path(source).is_dir() else Path(source).parent
     timeline = load(source)
-    return [draw(timeline, Path(out) / name, axis=axis) for name in OUTPUTS]
+    return [draw(timeline, Path(out) / name, axis=axis) for name in (OUTPUTS if _pictures() else OUTPUTS[2:])]
+
+
+def _pictures() -> bool:
+    """Whether matplotlib is there: the workspace's core, and who only records compiles, do without it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def fail_after_step(source: Source, step: int) -> list[Offender]:
@@ -135,6 +150,15 @@ def fail_after_step(source: Source, step: int) -> list[Offender]:
     announced). A log without steps counts as one step.
     """
     return load(source).offenders(after_step=step)
+
+
+def exempt(source: Source, step: int) -> str | None:
+    """What :func:`fail_after_step` has passed over, in words, for whoever relies on it; None: nothing."""
+    timeline = load(source)
+    if step > 0 and timeline.compiles and all(c.step is None for c in timeline.compiles):
+        return "this log has no steps, so everything counts as step 1: only --fail-after-step 0 can find anything"
+    planned = sum(c.cls == "planned" and (c.step or 1) > step for c in timeline.compiles)
+    return f"{planned} planned compile{'s' * (planned > 1)} after step {step} did not count" if planned else None
 
 
 def compare(a: Source, b: Source) -> Comparison:

@@ -125,11 +125,14 @@ class Comparison:
             TimelineError: another suffix.
         """
         from .timeline import TimelineError
-        from .timeline_compare_picture import picture
 
         path = Path(out)
         if path.suffix not in (".png", ".svg"):
             raise TimelineError(f"{path}: a comparison is drawn as .png or .svg")
+        try:
+            from .timeline_compare_picture import picture
+        except ImportError:
+            raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); the table does not") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_bytes(path, picture(self, path.suffix[1:]))
 

@@ -55,7 +55,7 @@ class Compile:
 
     @property
     def wasted(self) -> float:
-        """Seconds that something avoidable cost: an avoidable compile with its wait, a needed one's wait behind such."""
+        """Seconds that something avoidable cost: an avoidable compile with its wait, or a needed one's wait for it."""
         return self.wait + self.seconds if self.avoidable else self.behind
 
     @property
@@ -68,6 +68,10 @@ class Compile:
         if self.cls == "cache_hit":
             return "only kernels came from the cache: tracing, and loading Inductor once a process, took the time"
         known = reasons.changed(self.guard, self.expected, self.actual)
+        if self.kind == "limit":
+            return "; ".join(
+                filter(None, (known, f"all {self.limit or ''} cache entries are taken".replace("  ", " ")))
+            )
         text = known or self.guard or (self.reason or "").split("\n", 1)[0]
         return f"planned for {self.planned} ({text})" if self.cls == "planned" else text
 
@@ -177,6 +181,10 @@ class Timeline:
 
     def by_class(self) -> dict[str, tuple[int, float, float]]:
         """class -> (count, seconds, seconds waited), in the order of :data:`ORDER`; classes that occur only."""
+        return self._by_class
+
+    @functools.cached_property
+    def _by_class(self) -> dict[str, tuple[int, float, float]]:
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
         for c in self.compiles:
             row = sums[c.cls]
@@ -202,7 +210,7 @@ class Timeline:
 
     def _offender(self, frame: str, kind: str, group: list[Compile]) -> Offender:
         forwards = [c for c in group if c.cls != "backward"] or group
-        changes = Counter(c.change for c in forwards if c.change)
+        changes = Counter(change for c in forwards if (change := c.change))
         steps = [c.step for c in group if c.step is not None]
         where = next((c.source for c in forwards if c.source), None)
         first = forwards[0]

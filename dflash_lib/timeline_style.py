@@ -73,7 +73,7 @@ def seconds(value: float) -> str:
 
 
 def spans_a_decade(values: Iterable[float]) -> bool:
-    """THE rule for every curve: its axis is logarithmic, and says so, where the largest value is over ten times the least.
+    """THE rule for every curve: its axis is logarithmic, and says so, where it spans more than a factor of ten.
 
     A drafter's loss begins at 60 and ends at 3: on a linear axis its first steps flatten all the others.
     """

@@ -262,7 +262,7 @@ def test_typical_sins_are_named_with_advice_that_fits(
     (offender,) = timeline.from_events(log.events).offenders()
     assert (offender.kind, offender.count) == (kind, 1), offender
     assert change in (None, offender.changes[0]) and advice in offender.advice
-    assert offender.where and "test_compile_monitor.py" in offender.where or kind == "item"
+    assert (offender.where and "test_compile_monitor.py" in offender.where) or kind == "item"
 
 
 def test_a_planned_length_is_planned_once_in_a_thread(log: EventLog) -> None:

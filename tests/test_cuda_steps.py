@@ -46,7 +46,9 @@ class Recorded:
             function()
 
 
-@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.0), ("llama", 0.9), ("gemma2", 0.0), ("gpt_neox", 0.0)])
+@pytest.mark.parametrize(
+    ("family", "temperature"), [("llama", 0.0), ("llama", 0.9), ("gemma2", 0.0), ("gpt_neox", 0.0)]
+)
 def test_decoding_can_be_captured(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(family, dtype=torch.bfloat16).to("meta")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

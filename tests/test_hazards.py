@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import types
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from dflash_lib import hazards, provocations
 from dflash_lib.hazard import Outcome
+from dflash_lib.hazard_tracing import DeviceGuard
 
 NEEDS_A_GPU = {"backward-deadlock", "backward-context"}
 
@@ -24,14 +27,14 @@ def rows() -> dict[str, dict]:
 @pytest.mark.parametrize("hazard", [h for h in hazards.ALL if h.name not in NEEDS_A_GPU], ids=lambda h: h.name)
 def test_the_fault_is_seen_unpatched_where_it_exists_and_never_patched(hazard: hazards.Hazard, rows: dict) -> None:
     row = rows[hazard.name]
-    assert row["unpatched"]["status"] == ("failed" if hazard.present() else "clean"), row["unpatched"]
+    fault = "crashed" if hazard.name == "device-guard" else "failed"
+    assert row["unpatched"]["status"] == (fault if hazard.present() else "clean"), row["unpatched"]
     assert (row["patched"]["status"], row["patched"]["failures"]) == ("clean", 0), row["patched"]
     assert row["patched"]["attempts"] > 0
     assert row["holds"] is True
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; tests below show the CPU's share")
 @pytest.mark.parametrize("name", sorted(NEEDS_A_GPU))
 def test_on_a_gpu_nothing_hangs_or_raises_when_patched(name: str) -> None:
     assert hazards.by_name(name).provoke(patched=True, seconds=20).status == "clean"
@@ -65,6 +68,24 @@ def test_hazards_are_told_apart_and_described() -> None:
         assert hazard.description and hazard.where and isinstance(hazard.present(), bool)
     with pytest.raises(KeyError, match="no hazard 'nothing'"):
         hazards.by_name("nothing")
+
+
+def test_where_a_gpu_is_each_unpatched_program_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def one_process(names: list[str], patched: bool, forks: bool, seconds: float, timeout: float) -> object:
+        started.append(names)
+        assert not forks
+        return [(name, Outcome("clean")) for name in names]
+
+    monkeypatch.setattr(provocations, "_one_process", one_process)
+    monkeypatch.setattr(provocations.Path, "exists", lambda path: str(path) == "/proc/driver/nvidia")
+    names = ["tracing-flag", "generators", "defaults"]
+    assert [name for name, _ in provocations.run_many(names, patched=False)] == names
+    assert sorted(started) == sorted([name] for name in names)
+    started.clear()
+    assert [name for name, _ in provocations.run_many(names, patched=True)] == names
+    assert started == [names]
 
 
 def test_a_crash_and_a_hang_are_results_and_the_next_program_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +127,16 @@ def test_the_printed_matrix_fails_loudly_where_isolation_does(monkeypatch: pytes
     assert lines[3].split()[-1] == "FAILS"
     assert [row["holds"] for row in json.loads(lines[-1])["hazards"]] == [True, False]
     assert hazards.main_text(names=["generators"])[1] == 0
+
+
+def test_the_device_guard_is_asked_for_by_a_thread_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The crash itself needs torch 2.10 or 2.11 without a GPU; who asks can be seen anywhere."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(threading.get_ident()))
+    DeviceGuard().patch()
+    installer = threading.Thread(target=lambda: DeviceGuard().patch())
+    installer.start()
+    installer.join()
+    assert asked[0] == threading.main_thread().ident
+    assert asked[1] in sys._current_frames()
+    assert asked[1] not in [thread.ident for thread in threading.enumerate()]

@@ -16,6 +16,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainers import rows, tiny_config, tiny_target
 
 from dflash_lib import checkpoint, events, fx_patch, prepare, runs, threads, timeline
@@ -187,6 +188,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, mode):
     part = train(tmp_path / "part", mode=mode, checkpoint_every=3)
     for folder in (part.run_dir, part.run_dir / "drafter-1"):  # as if the process had died before its last checkpoint
         shutil.rmtree(folder / "checkpoints" / "step-000006", ignore_errors=True)
+    moments = load_file(checkpoint.latest(part.run_dir) / "training.safetensors")
+    assert all(".exp_avg" in name for name in moments), "the masters are kept twice"
     config = tiny_config(tmp_path, compile=False, mode=mode, resume=str(part.run_dir))
     again = Trainer(
         config.model_copy(update={"run_dir": None}), target=tiny_target(), dataset=rows(), heldout=rows(2, seed=1)

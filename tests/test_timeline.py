@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -69,7 +70,10 @@ def waste_of(thread: str, compiles: list[dict[str, Any]]) -> float:
         elif e["thread"] == thread:
             for o in compiles:  # torch compiles one thing at a time, so these do not overlap each other
                 if avoidable(o):
-                    begin, end = max(o["start"], e["start"] - e["wait_seconds"]), min(o["start"] + o["seconds"], e["start"])
+                    begin, end = (
+                        max(o["start"], e["start"] - e["wait_seconds"]),
+                        min(o["start"] + o["seconds"], e["start"]),
+                    )
                     waste += max(0.0, end - begin)
     return waste
 
@@ -205,6 +209,18 @@ def test_draw_all_writes_the_four_files_whole(run_dir: Path) -> None:
     assert [p.name for p in paths] == ["timeline.png", "timeline.svg", "timeline.html", "timeline.trace.json"]
     assert paths[0].read_bytes().startswith(b"\x89PNG") and paths[0].stat().st_size > 50_000
     assert not list(run_dir.glob(".*")) and all(p.parent == run_dir for p in paths)
+
+
+def test_without_matplotlib_the_page_and_the_trace_are_drawn_and_a_picture_says_what_it_needs(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as for somebody who installed the core alone
+    monkeypatch.delitem(sys.modules, "dflash_lib.timeline_compare_picture", raising=False)
+    assert [p.name for p in timeline.draw_all(run_dir)] == ["timeline.html", "timeline.trace.json"]
+    with pytest.raises(TimelineError, match="pip install matplotlib"):
+        timeline.draw(run_dir, tmp_path / "t.png")
+    with pytest.raises(TimelineError, match="pip install matplotlib"):
+        timeline.compare(run_dir, run_dir).draw(tmp_path / "c.png")
 
 
 def test_svg_has_a_hover_title_for_each_compile(run_dir: Path, tmp_path: Path) -> None:
@@ -410,7 +426,10 @@ def test_comparison_says_new_gone_changed(tmp_path: Path) -> None:
         ("tensor 'x' rank mismatch. expected 2, actual 1", "rank", "x: rank", "2", "1"),
         ("tensor 'x' dtype mismatch. expected Double, actual Float", "dtype", "x: dtype", "Double", "Float"),
         ("tensor 'x' requires_grad mismatch. expected requires_grad=1", "requires_grad", None, "True", "False"),
-        ("expected type of 'm' to be a tensor type, ' but found <class 'NoneType'>", "type", "type(m)", "Tensor", "NoneType"),
+        (
+            "expected type of 'm' to be a tensor type, ' but found <class 'NoneType'>",
+            "type", "type(m)", "Tensor", "NoneType",
+        ),
         (
             "expected type of 'm' to be <class 'torch.Tensor'>, but found <class 'NoneType'>",
             "type", "type(m)", "Tensor", "NoneType",
