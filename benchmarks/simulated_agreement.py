@@ -1,6 +1,6 @@
 """How well the cheap estimate of acceptance agrees with real decoding, over the checkpoints of a run.
 
-    python benchmarks/simulated_agreement.py RUN_OR_CHECKPOINT ... [--prompts FILE] [--count 8] [--tokens 48] [--device cpu]
+    python benchmarks/simulated_agreement.py RUN ... [--prompts FILE] [--count 8] [--tokens 48] [--device cpu]
 
 Of a run all checkpoints. Prompts are decoded greedily with the drafter; the drafter then walks (a) the very texts that
 came out, where simulated and real must agree up to cycles cut by the length limit and float32 ties, and (b), with the

@@ -117,8 +117,8 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
         guard = f"{match['name'] or 'tensor'}: {what}" + (f"[{index}]" if index else "")
         return reason(_KINDS.get(what, what), guard, match["expected"].strip(), match["actual"].strip())
     if match := re.match(r"tensor '(.*?)' requires_grad mismatch\. expected requires_grad=(0|1)$", body):
-        before = bool(int(match[2]))
-        return reason("requires_grad", f"{match[1]}: requires_grad", str(before), str(not before))
+        wanted = match[2] == "1"
+        return reason("requires_grad", f"{match[1]}: requires_grad", str(wanted), str(not wanted))
     if match := _NOT_TYPE.match(body):
         return reason("type", f"type({match['name']})", _class_name(match["expected"]), _class_name(match["actual"]))
     if body.startswith("GLOBAL_STATE changed"):

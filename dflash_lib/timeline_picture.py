@@ -135,7 +135,7 @@ def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
     unit = ", nats a token" if any(lane.thread.startswith("drafter") for lane in timeline.lanes) else ""
     label = f"loss{unit}" if loss else "seconds a step"
     scale(axes, (value for _, _, y in series for value in (y.min(), y.max())), label)
-    axes.yaxis.label.set_size(8.5)
+    axes.yaxis.label.set_fontsize(8.5)
     if len(series) > ALONE:
         _range_of_threads(axes, series)
     for i, (lane, x, y) in enumerate(series if len(series) <= ALONE else ()):
