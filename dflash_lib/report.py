@@ -214,6 +214,7 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     for (name,), curve in curves.group_by("run", maintain_order=True):
         left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=labels[name])
     left.set_xlabel("optimizer step")
+    left.xaxis.get_major_locator().set_params(integer=True)
     scale(left, curves[metric].drop_nulls(), _axis(metric))
     left.grid(alpha=0.3)
     if len(numbers) <= 12:
