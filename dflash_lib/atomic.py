@@ -39,7 +39,10 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> 
     file = Path(path)
     temporary = _beside(file, "tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it: some writers make files that only their owner reads
         write(temporary)
+        temporary.chmod(mode)
         _flush(temporary)
         temporary.replace(file)
     finally:

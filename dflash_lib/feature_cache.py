@@ -26,7 +26,7 @@ from .atomic import write_json
 from .config import ConfigError, RunConfig
 from .data import Row, RowBatch, RowStream
 from .run_folder import runs_root
-from .storage import CheckpointError, read_json, sound_header, write_tensors
+from .storage import CheckpointError, UnwritableError, read_json, sound_header, write_tensors
 from .target import Features, Target
 from .worker import on_device
 
@@ -35,7 +35,7 @@ OPEN_SHARDS = 256  # that one thread keeps mapped
 SAMPLES = 64  # values of each parameter that tell one target's weights from another's
 COMPARED = {  # what a cache is of, and what to call it when it differs
     "v": "format",
-    "weights": "weights of the target",
+    "weights": "weights or rotary settings of the target",
     "layers": "target layers",
     "dtype": "target dtype",
     "last_hidden": "last hidden states",
@@ -71,8 +71,10 @@ class FeatureCache:
             header = sound_header(self.path(shard))
         except CheckpointError:
             return False
-        width = self.identity["width"]
-        return all(header.get(str(row), {}).get("shape") == [len(rows[row]), width] for row in self.shards[shard])
+        width, marks = self.identity["width"], header.get("__metadata__") or {}
+        return marks.get("of") == digest_of(self.identity) and all(
+            header.get(str(row), {}).get("shape") == [len(rows[row]), width] for row in self.shards[shard]
+        )
 
 
 class Cached:
@@ -127,10 +129,8 @@ def prepare(
     """
     rows = stream.rows
     identity = _identity(target, rows, last)
-    compared = repr([identity[key] for key in COMPARED])
-    digest = hashlib.blake2b(compared.encode(), digest_size=6).hexdigest()
     named = Path(config.feature_cache).expanduser().absolute() if config.feature_cache else None
-    folder = named or runs_root(config.runs_dir) / "feature_cache" / digest
+    folder = named or runs_root(config.runs_dir) / "feature_cache" / digest_of(identity)
     cache = FeatureCache(folder, identity, list(_shards([len(row) for row in rows], _token_bytes(identity))))
     _claim(cache)
     todo = [shard for shard in range(len(cache.shards)) if not cache.whole(shard, rows)]
@@ -148,8 +148,16 @@ def prepare(
             "name a folder on a larger disk, or use target_mode 'shared'"
         )
     if todo:
-        _make(cache, todo, stream, target, places)
+        try:
+            _make(cache, todo, stream, target, places)
+        except UnwritableError as error:
+            raise ConfigError(f"feature_cache: {error}; what is there is kept: mend that or name another folder") from None
     return cache
+
+
+def digest_of(identity: dict[str, Any]) -> str:
+    """Of what features are; each shard carries it: ``cache.json`` may be deleted, or written by two runs at once."""
+    return hashlib.blake2b(repr([identity[key] for key in COMPARED]).encode(), digest_size=6).hexdigest()
 
 
 def _identity(target: Target, rows: Sequence[Row], last: bool) -> dict[str, Any]:
@@ -158,8 +166,11 @@ def _identity(target: Target, rows: Sequence[Row], last: bool) -> dict[str, Any]
     for row in rows:
         texts.update(len(row).to_bytes(8, "little") + row.ids.tobytes())
     weights = hashlib.blake2b(digest_size=16)
-    for name, values in target.model.state_dict().items():
+    kept = target.model.state_dict()
+    for name, values in {**dict(target.model.named_buffers()), **kept}.items():
         some = values.flatten()[:: max(1, values.numel() // SAMPLES)].float().cpu()
+        if name not in kept:  # rotary frequencies follow from the settings; another machine rounds them otherwise
+            some = some.bfloat16().float()
         weights.update(f"{name} {tuple(values.shape)}".encode() + some.numpy().tobytes())
     return {
         "v": 1,
@@ -240,7 +251,7 @@ def _make(
                 while (shard := take()) is not None:
                     if not cache.whole(shard, stream.rows):  # another process may have made it meanwhile
                         tensors = _of_rows(cache.shards[shard], targets[place], stream, cache.identity["last_hidden"])
-                        write_tensors(tensors, cache.path(shard))
+                        write_tensors(tensors, cache.path(shard), {"of": digest_of(cache.identity)})
                     finished.append(len(cache.shards[shard]))
 
         with ThreadPoolExecutor(len(places), thread_name_prefix="feature-cache") as pool:

@@ -64,3 +64,15 @@ def test_a_rename_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
         atomic.write_json(tmp_path / "j", 2)
     assert (tmp_path / "j").read_text() == "1\n"
     assert names(tmp_path) == ["f", "j"]
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    """safetensors makes files for their owner alone, and puts them in the place of what is there."""
+
+    def write(file: Path) -> None:
+        (private := file.with_suffix(".private")).touch(0o600)
+        private.replace(file)
+
+    (tmp_path / "plain").touch()
+    mode = (tmp_path / "plain").stat().st_mode
+    assert atomic.replace_file(tmp_path / "f", write).stat().st_mode == mode

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainers import rows, tiny_config, tiny_target
 
@@ -42,6 +43,12 @@ def curve(trainer: Trainer) -> list[tuple]:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.latest(trainer.run_dir) / checkpoint.MODEL)
+
+
+def stretched(target: Target) -> Target:
+    """The same weights with other positions: what a changed ``rope_scaling`` in config.json makes."""
+    target.model.model.rotary_emb.inv_freq.div_(4)
+    return target
 
 
 def shards(folder: Path) -> list[Path]:
@@ -128,6 +135,26 @@ def test_an_interrupted_cache_goes_on_and_damage_is_mended(tmp_path, capsys):
     assert curve(mended) == curve(trained(tmp_path / "shared"))
 
 
+def test_shards_of_something_else_are_made_again_whoever_put_them_there(tmp_path):
+    """Same rows, so same shapes: without cache.json, or where two runs begin at once, only the shards can tell."""
+    folder, other = tmp_path / "cache", tiny_target(seed=1)
+    cached(folder, tmp_path / "first", steps=1)
+    (folder / "cache.json").unlink()
+    second = cached(folder, tmp_path / "second", target=other)
+    assert curve(second) == curve(trained(tmp_path / "shared", tiny_target(seed=1)))
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), SafetensorError("No space left on device")])
+def test_a_shard_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("dflash_lib.storage.save_file", fails)
+    with pytest.raises(ConfigError, match=r"feature_cache: .*features-0.* cannot be written \((Read-only|No space).*\)"):
+        cached(tmp_path / "cache", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["cache.json"]
+
+
 def test_no_error_of_the_target_is_taken_for_the_end(tmp_path):
     """An id beyond the vocabulary is an IndexError on a CPU, and so is taking from a queue that has become empty."""
     target = tiny_target()
@@ -143,8 +170,9 @@ def test_no_error_of_the_target_is_taken_for_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"target": lambda: tiny_target(seed=1)}, "weights of the target"),
-        ({"target": lambda: tiny_target(torch.bfloat16)}, "weights of the target, target dtype"),
+        ({"target": lambda: tiny_target(seed=1)}, "weights or rotary settings of the target"),
+        ({"target": lambda: tiny_target(torch.bfloat16)}, "weights or rotary settings of the target, target dtype"),
+        ({"target": lambda: stretched(tiny_target())}, "weights or rotary settings of the target"),
         ({"dataset": lambda: rows(seed=3)}, "training rows"),
         ({"objective": lambda: "tv"}, "last hidden states"),
     ],
