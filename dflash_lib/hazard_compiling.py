@@ -10,6 +10,7 @@ import inspect
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -125,7 +126,8 @@ class DispatchModes(PerThreadHazard):
         from torch._dynamo.convert_frame import CatchErrorsWrapper
 
         # From 2.11 on Dynamo looks at the calling thread's own stack of modes.
-        if "any_torch_dispatch_mode_on_stack" in names_in(torchs_own(CatchErrorsWrapper.__call__)):
+        callback: Any = CatchErrorsWrapper.__call__
+        if "any_torch_dispatch_mode_on_stack" in names_in(torchs_own(callback)):
             return False
         return super().present()
 

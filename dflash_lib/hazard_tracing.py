@@ -117,7 +117,8 @@ class DeviceGuard(Hazard):
     def present(self) -> bool:
         from torch._subclasses import FakeTensorMode
 
-        if "_ensureCUDADeviceGuardSet" not in names_in(torchs_own(FakeTensorMode.__enter__)):
+        enter: Any = FakeTensorMode.__enter__
+        if "_ensureCUDADeviceGuardSet" not in names_in(torchs_own(enter)):
             return False
         return not torch.cuda.device_count() and _guard_belongs_to_a_thread()
 

@@ -38,6 +38,7 @@ TOUCHED = (
     "torch.fx.traceback",
     "torch.nn.modules.module",
     "torch.utils._config_module",
+    "torch.utils._python_dispatch",
 )
 
 
