@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py [--shapes qwen3-4b smollm2] [--only default warps4]
 
-How ``layer.KERNEL_OPTIONS`` was chosen. One line an option: milliseconds of forward, of forward and backward, and the
-largest difference of the results from the default's. Needs CUDA; each option compiles for about ten seconds.
+The trainer sets no kernel options: this says what one would gain. One line an option: milliseconds of forward, of
+forward and backward, and the largest difference of the results from the default's. Needs CUDA; each option compiles for
+about ten seconds.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """The race on one GPU: the crash, the deadlock, the first step, and every strategy under every workload.
 
-    python benchmarks/gpu_race.py --out benchmarks/results/gpu_race.json       (one GPU, under 8 minutes)
+    python benchmarks/gpu_race.py --out benchmarks/results/gpu_race.json       (one GPU, all parts, under 10 minutes)
+    python benchmarks/gpu_race.py --parts storm --seconds 350 --out storm.json (the storm alone)
     python benchmarks/gpu_race.py --device cpu --tiny --out race.json          (the same on a CPU, for its logic)
 
-Claims, each a line at the end:
- a  crash: 3 threads, compiled flex_attention, changing lengths, caches off; RuntimeErrors unpatched, none patched;
- b  deadlock: lazily compiled backwards of threads that share the GPU; stacks unpatched, no hang patched;
- c  first step: 3 threads reach theirs in at most 1.3 times what 1 thread needs at the same shapes (fresh caches);
- d  the whole grid of strategies and workloads.
-Needs torch and this package only. Each cell is a process of its own that ends itself after its timeout.
+Parts, in this order, and the claims at the end, a line each:
+ storm  s  3 isolated threads, compiled flex_attention, caches off: at least 60 recompiles, 0 errors, no hang;
+ first  c  first step: 3 threads reach theirs in at most 1.3 times what 1 needs at the same shapes (fresh caches);
+ grid   d  the whole grid of strategies and workloads; in it
+        a  crash: 3 threads, changing lengths, caches off; RuntimeErrors unpatched, none patched;
+        b  deadlock: lazily compiled backwards of threads that share the GPU; stacks unpatched, no hang patched.
+Needs torch and this package only. Each cell is a process of its own that ends itself after its timeout; what a cell
+found is in the results file before the next one ends.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,16 +34,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dflash_lib import race_lab
 from dflash_lib.race_lab import Result
 
+PARTS = ("storm", "first", "grid")
 NO_CACHES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 
+GOAL = 60  # recompiles of forward graphs, in one run
+
+
 def storm_options(arguments: argparse.Namespace, strategy: str) -> dict[str, Any]:
-    """The long patched run makes at least 60 recompiles; the other strategies need less to show what they do."""
+    """A storm of the grid: what a strategy does shows soon."""
     if arguments.tiny:
         return {"steps": 4, "seconds": 30.0}
-    if strategy == "thread_local":  # 3 lanes x 21 lengths = 63 forward graphs, and as many backward ones
-        return {"steps": 42, "repeat": 2, "seconds": 220.0, "timeout": 260.0, "environment": NO_CACHES}
     return {"steps": 42 if strategy == "none" else 12, "repeat": 2, "seconds": 60.0, "environment": NO_CACHES}
+
+
+def storm(arguments: argparse.Namespace, seconds: float) -> Result:
+    """The long isolated run: 3 lanes x 23 lengths are 69 forward graphs, 66 of them recompiles, and 69 backwards."""
+    size = {"steps": 4, "seconds": 60.0} if arguments.tiny else {"steps": 46, "seconds": seconds - 45.0}
+    return race_lab.run(
+        "thread_local",
+        "compile_storm",
+        threads=3,
+        device=arguments.device,
+        compare=arguments.device == "cpu",
+        stall=60.0,
+        timeout=max(60.0, seconds - 5.0),
+        environment=NO_CACHES,
+        **size,
+    )
 
 
 def options(arguments: argparse.Namespace, strategy: str, workload: str) -> dict[str, Any]:
@@ -85,26 +108,36 @@ def first_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def grid(arguments: argparse.Namespace, deadline: float) -> list[Result]:
-    """All cells, several processes at a time, the longest first; none is started after the deadline."""
+def grid(arguments: argparse.Namespace, deadline: float, note: Callable[[Result], None]) -> None:
+    """All cells, several processes at a time, the longest first; none is started that could outlast the deadline."""
     cells = [(strategy, workload) for workload in arguments.workloads for strategy in arguments.strategies]
     cells.sort(key=lambda cell: (cell != ("thread_local", "compile_storm"), cell[1] != "compile_storm"))
 
-    def one(cell: tuple[str, str]) -> Result | None:
-        if time.monotonic() > deadline:
-            return None
-        result = race_lab.run(*cell, **options(arguments, *cell))
-        print(f"  {race_lab.table([result]).splitlines()[-1]}", flush=True)
-        return result
+    def one(cell: tuple[str, str]) -> None:
+        left = deadline - time.monotonic()
+        if left > 30:
+            given = options(arguments, *cell)
+            note(race_lab.run(*cell, **{**given, "timeout": min(given.get("timeout", 120.0), left)}))
 
     with ThreadPoolExecutor(arguments.parallel) as pool:
-        return [result for result in pool.map(one, cells) if result is not None]
+        list(pool.map(one, cells))
 
 
-def summary(results: list[Result], first: dict[str, Any] | None) -> dict[str, Any]:
+def summary(stormed: Result | None, results: list[Result], first: dict[str, Any] | None) -> dict[str, Any]:
     """The claims: what was measured, and whether it holds. None where a cell did not run."""
     cells = {(result.strategy, result.workload): result for result in results}
     claims: dict[str, Any] = {}
+    if stormed:
+        recompiles = stormed.compiles - stormed.threads
+        claims["s_storm"] = {
+            "outcome": stormed.outcome,
+            "recompiles": recompiles,
+            "steps": f"{stormed.steps_done}/{stormed.steps_planned}",
+            "errors": stormed.errors,
+            "seconds": round(stormed.seconds, 1),
+            "goal": GOAL,
+            "holds": stormed.outcome == "ok" and recompiles >= GOAL,
+        }
     for claim, workload in (("a_crash", "compile_storm"), ("b_deadlock", "shared_gpu_backward")):
         unpatched, patched = cells.get(("none", workload)), cells.get(("thread_local", workload))
         if unpatched and patched:
@@ -117,10 +150,9 @@ def summary(results: list[Result], first: dict[str, Any] | None) -> dict[str, An
             }
     if first:
         claims["c_first_step"] = {**first, "goal": 1.3, "holds": first["ratio"] is not None and first["ratio"] <= 1.3}
-    claims["d_thread_local"] = {
-        "cells": sum(strategy == "thread_local" for strategy, _ in cells),
-        "ok": sum(strategy == "thread_local" and result.outcome == "ok" for (strategy, _), result in cells.items()),
-    }
+    if cells:
+        isolated = [result.outcome for (strategy, _), result in cells.items() if strategy == "thread_local"]
+        claims["d_thread_local"] = {"cells": len(isolated), "ok": isolated.count("ok")}
     return claims
 
 
@@ -141,35 +173,51 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="results JSON")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="a few steps a cell")
-    parser.add_argument("--parts", default="grid,first", help="grid (claims a, b, d), first (claim c)")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--strategies", nargs="+", default=list(race_lab.STRATEGIES), choices=race_lab.STRATEGIES)
     parser.add_argument("--workloads", nargs="+", default=list(race_lab.WORKLOADS), choices=race_lab.WORKLOADS)
     parser.add_argument("--parallel", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="processes")
-    parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no further cell is started")
+    parser.add_argument("--seconds", type=float, default=560.0, help="for everything")
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    name = device_name(arguments.device)
     started = time.monotonic()
-    first = first_steps(arguments) if "first" in parts else None  # alone on the machine: it is a time
-    results = grid(arguments, started + arguments.budget) if "grid" in parts else []
-    claims = summary(results, first)
-    report = {
-        "device": name,
-        "torch": results[0].torch if results else None,
-        "seconds": time.monotonic() - started,
-        "claims": claims,
-        "explanations": [race_lab.explain(result) for result in results],
-        "cells": [result.to_dict() for result in results],
-    }
+    print(
+        f"gpu_race: {', '.join(arguments.parts)} on {arguments.device}, {arguments.seconds:.0f} s at most", flush=True
+    )
+    report: dict[str, Any] = {"device": device_name(arguments.device), "torch": None, "claims": {}, "cells": []}
+    results: list[Result] = []
+    stormed = first = None
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    part = arguments.out.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1))
-    part.replace(arguments.out)
+    writing = threading.Lock()
+
+    def note(result: Result | None = None) -> None:
+        """Prints a result, and writes all there is so far."""
+        with writing:
+            if result is not None:
+                print(f"{time.monotonic() - started:5.0f} s  {race_lab.table([result]).splitlines()[-1]}", flush=True)
+                report["torch"] = report["torch"] or result.torch or None
+                report["cells"].append({**result.to_dict(), "explanation": race_lab.explain(result)})
+                if result is not stormed:
+                    results.append(result)
+            report["claims"] = summary(stormed, results, first)
+            report["seconds"] = time.monotonic() - started
+            part = arguments.out.with_suffix(".part")
+            part.write_text(json.dumps(report, indent=1))
+            part.replace(arguments.out)
+
+    end = started + arguments.seconds
+    if "storm" in arguments.parts:
+        stormed = storm(arguments, min(480.0, end - time.monotonic()))
+        note(stormed)
+    if "first" in arguments.parts:
+        first = first_steps(arguments)  # alone on the machine: it is a time
+        note()
+    if "grid" in arguments.parts:
+        grid(arguments, end, note)
     print(race_lab.table(results))
-    print(f"{len(results)} cells, {report['seconds']:.0f} s, {report['device']}, torch {report['torch']}")
-    for claim, found in claims.items():
+    print(f"{len(report['cells'])} cells, {report['seconds']:.0f} s, {report['device']}, torch {report['torch']}")
+    for claim, found in report["claims"].items():
         print(f"{claim}: {json.dumps(found)}")
-    return 0
+    return 0 if all(found.get("holds", True) for found in report["claims"].values()) else 1
 
 
 if __name__ == "__main__":

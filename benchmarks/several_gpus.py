@@ -19,14 +19,16 @@ import faulthandler
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,11 +45,17 @@ from dflash_lib import events  # noqa: E402
 from dflash_lib.config import RunConfig  # noqa: E402
 from dflash_lib.threads import Trainer  # noqa: E402
 
+BEGAN = time.monotonic()
 WARM_UP = 8  # steps not counted
 
 
 def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def patience(options: argparse.Namespace) -> int:
+    """Limits are those of a GPU; CPU cores may be shared with anything."""
+    return 1 if options.device == "cuda" else 4
 
 
 def devices(options: argparse.Namespace, count: int) -> list[str]:
@@ -58,6 +66,11 @@ def devices(options: argparse.Namespace, count: int) -> list[str]:
 def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: Any) -> dict[str, Any]:
     """One run of the trainer on a random target; what its events say of it."""
     shape = synthetic.SIZES[sizes]
+    label = f"{sizes}-x{len(lanes)}-{changes.get('target_mode', 'shared')}"
+    if gpus():
+        torch.cuda.init()
+    for index in range(gpus()):
+        torch.cuda.reset_peak_memory_stats(index)
     folder = Path(changes.pop("run_dir", None) or tempfile.mkdtemp(prefix="several-"))
     data = changes.pop("data", None) or synthetic.rows(sizes, 64)
     dtype = changes.pop("dtype", torch.bfloat16 if options.device == "cuda" else torch.float32)
@@ -78,15 +91,21 @@ def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: 
     )
     trainer = Trainer(config, target=synthetic.target(sizes, first, dtype), dataset=data, heldout=data)
     host: dict[str, list[float]] = {}
-    # A subscriber is called in the thread that emits: the thread's own processor time, step by step.
-    trainer.log.subscribe(
-        lambda event: (
-            host.setdefault(event["thread"], []).append(time.thread_time()) if event["kind"] == "step" else None
-        )
-    )
     began = time.monotonic()
+
+    def see(event: dict[str, Any]) -> None:
+        """Called in the thread that emits: notes the thread's own processor time, step by step."""
+        if event["kind"] == "step":
+            host.setdefault(event["thread"], []).append(time.thread_time())
+            if event["step"] in (1, config.steps):
+                say(f"{label}: {event['thread']} step {event['step']} after {time.monotonic() - began:.0f} s")
+
+    trainer.log.subscribe(see)
+    say(f"{label}: {config.steps} steps on {', '.join(lanes)}, target ready")
     run = trainer.start()
     run.join()
+    if options.keep:
+        keep_picture(folder, Path(options.keep), label)
     steps = [event for event in events.read(folder / "events.jsonl") if event["kind"] == "step"]
     compiles = [event for event in events.read_all(folder / "events.jsonl") if event["kind"] == "compile"]
     alarms = [event for event in events.read_all(folder / "events.jsonl") if event["kind"] == "alarm"]
@@ -116,6 +135,19 @@ def train(options: argparse.Namespace, sizes: str, lanes: list[str], **changes: 
     return result
 
 
+def say(text: str) -> None:
+    """A line with the time since this process began, at once."""
+    print(f"  {time.monotonic() - BEGAN:5.0f} s  {text}", flush=True)
+
+
+def keep_picture(run_dir: Path, folder: Path, label: str) -> None:
+    """The run's timeline (one lane a thread) and its events, as two small files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("timeline.png", "events.jsonl"):
+        if (run_dir / file).exists():  # without matplotlib there is no picture
+            shutil.copyfile(run_dir / file, folder / f"{label}-{file}")
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 def storm(options: argparse.Namespace) -> dict[str, Any]:
     """Changing lengths, no buckets, no caches: threads recompile while others train."""
@@ -132,7 +164,6 @@ def storm(options: argparse.Namespace) -> dict[str, Any]:
         bucket_lengths=False,
         compile_caches=False,
         mode="independent",
-        run_dir=options.keep and str(Path(options.keep) / "storm"),
     )
     return result | {"ok": result["steps"] == options.steps}
 
@@ -166,61 +197,68 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """1, 2, 4, ... threads against as many processes."""
+    """1, 2, 4, ... threads against as many processes; the ends first, and what is measured is on disk at once."""
     most = 2 if options.device == "cpu" else gpus()
-    counts = [count for count in (1, 2, 4, 8) if count <= most]
-    found: dict[str, Any] = {"ok": True}
+    there = (count for count in options.counts if count <= most)
+    counts = sorted(there, key=lambda count: (1 < count < most, count))
+    found: dict[str, Any] = {"ok": False}
     for size in ["tiny"] if options.tiny else ["smollm2", "qwen3-4b"]:
         for count in counts:
             steps = WARM_UP + (12 if options.tiny else 40 if size == "smollm2" else 25)
-            threads = train(options, size, devices(options, count), steps=steps, drift_every=0)
-            processes = _processes(options, size, count, steps)
-            keys = ("tokens_per_s", "step_ms", "host_ms", "gil_share_at_most", "peak_gib")
-            found[f"{size} x{count} threads"] = {key: threads.get(key) for key in keys}
-            found[f"{size} x{count} processes"] = processes
-            print(
-                f"scaling {size} x{count}: threads {threads.get('tokens_per_s')} tokens/s, processes {processes}",
-                flush=True,
-            )
-    return found
+            for way in ("threads", "processes"):
+                result = _workers(options, way, size, count, steps)
+                found[f"{size} x{count} {way}"] = result
+                say(f"scaling {size} x{count} {way}: {json.dumps(result)}")
+                options.out.write_text(json.dumps(found))
+    return found | {"ok": not any("error" in result for result in found.values() if isinstance(result, dict))}
 
 
-def _processes(options: argparse.Namespace, size: str, count: int, steps: int) -> dict[str, Any]:
-    """The same shapes, one process a device, gradients averaged by DistributedDataParallel."""
+def threads(options: argparse.Namespace) -> dict[str, Any]:
+    """One process with a thread a device."""
+    found = train(options, options.sizes, devices(options, options.count), steps=options.steps, drift_every=0)
+    keys = ("tokens_per_s", "step_ms", "host_ms", "gil_share_at_most", "peak_gib", "alarms")
+    return {key: found.get(key) for key in keys}
+
+
+def _workers(options: argparse.Namespace, way: str, size: str, count: int, steps: int) -> dict[str, Any]:
+    """One measurement in fresh processes: ``count`` threads of one, or ``count`` of them with a device each."""
     port = 29_500 + os.getpid() % 2000
-    out = tempfile.mkdtemp(prefix="ddp-")
-    command = [sys.executable, __file__, "--part", "ddp", "--device", options.device, "--sizes", size]
-    command += ["--steps", str(steps), "--out", f"{out}/result.json"]
+    out = tempfile.mkdtemp(prefix="workers-")
+    part = "threads" if way == "threads" else "ddp"
+    command = [sys.executable, "-u", __file__, "--part", part, "--device", options.device, "--sizes", size]
+    command += ["--steps", str(steps), "--count", str(count), "--out", f"{out}/result.json"]
+    limit = 150 * patience(options)
+    command += ["--limit", str(limit)]
+    command += ["--keep", options.keep] if options.keep and way == "threads" and count > 1 else []
     workers = []
-    for rank in range(count):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    for rank in range(1 if way == "threads" else count):
+        environment = dict(os.environ)
+        if way == "processes":
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            environment |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
         workers.append(subprocess.Popen(command, env=environment))
     try:
-        codes = [worker.wait(timeout=200) for worker in workers]
+        codes = [worker.wait(timeout=limit + 10) for worker in workers]
     except subprocess.TimeoutExpired:
         codes = [None]
     finally:
         for worker in workers:
             worker.kill()
-    if any(codes):
+    if any(code != 0 for code in codes):
         return {"error": f"exit codes {codes}"}
     return json.loads(Path(out, "result.json").read_text())
 
 
-def ddp(options: argparse.Namespace) -> dict[str, Any] | None:
+def ddp(options: argparse.Namespace) -> NoReturn:
     """One process of the baseline: the drafter in DistributedDataParallel, everything else as in the trainer."""
     import torch.distributed as dist
 
     from dflash_lib import blocks, layer, loss
     from dflash_lib.drafter import Drafter, DrafterConfig
 
+    # Dynamo would cut the compiled layer at DistributedDataParallel's buckets (1 MiB the first): a layer is the piece
+    # whose gradients are averaged while the next one's are made, and graphs with flex_attention are not cut well.
+    torch._dynamo.config.optimize_ddp = False
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = options.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -252,7 +290,9 @@ def ddp(options: argparse.Namespace) -> dict[str, Any] | None:
             )
             return found.loss_sum / found.weight_sum
 
-    step = torch.nn.parallel.DistributedDataParallel(Step(), device_ids=[rank] if cuda else None)
+    step = torch.nn.parallel.DistributedDataParallel(
+        Step(), device_ids=[rank] if cuda else None, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(step.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     rows = synthetic.rows(options.sizes, 64).rows
     length = sizes.length
@@ -273,11 +313,14 @@ def ddp(options: argparse.Namespace) -> dict[str, Any] | None:
         batch = blocks.make_blocks(
             ids, mask, anchors, keep, block_size=sizes.block_size, gamma=7.0, mask_token_id=target.mask_token_id
         ).to(device)
-        features = target.features(ids.to(device)).features
+        features = target.features(ids).features
         form = blocks.block_mask if cuda else blocks.visible_dense
         visible = form(batch.anchors, batch.keep, length, sizes.block_size)
         positions = blocks.context_positions(None, length, len(picked), device)
-        step(features, batch, visible, positions).backward()
+        with torch.autograd.set_multithreading_enabled(False):  # so that this thread's time is the host's, as in a lane
+            step(features, batch, visible, positions).backward()
+        if rank == 0 and number in (0, options.steps - 1):
+            say(f"{options.sizes} process 1 of {world}: step {number + 1} launched")
         torch.nn.utils.clip_grad_norm_(step.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -286,36 +329,35 @@ def ddp(options: argparse.Namespace) -> dict[str, Any] | None:
     dist.barrier()
     wall, host = time.monotonic() - began, time.thread_time() - host
     counted = options.steps - WARM_UP
+    peaks: list[Any] = [None] * world
+    dist.all_gather_object(peaks, round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None)
     result = {
         "tokens_per_s": round(counted * world * sizes.rows * length / wall),
         "step_ms": round(1000 * wall / counted, 2),
         "host_ms": round(1000 * host / counted, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "peak_gib": peaks,
     }
-    dist.destroy_process_group()
-    return result if rank == 0 else None
+    if rank == 0:
+        options.out.write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # a process group that is taken down can keep a finished process waiting
 
 
 def dedicated(options: argparse.Namespace) -> dict[str, Any]:
     """The last device holds the target and feeds the drafters on the others; against every device doing both."""
-    size = "tiny" if options.tiny else "smollm2"
     lanes = devices(options, 2) if options.device == "cpu" else devices(options, gpus())
-    split = (
-        {"devices": lanes[:-1], "target_devices": lanes[-1:]}
-        if len(set(lanes)) > 1
-        else {"devices": lanes[:1], "target_devices": lanes[-1:]}
-    )
-    steps = WARM_UP + (12 if options.tiny else 40)
-    both = train(options, size, lanes, steps=steps)
-    apart = train(
-        options, size, split["devices"], steps=steps, target_mode="dedicated", target_devices=split["target_devices"]
-    )
+    alone = len(set(lanes)) > 1  # on one device, one lane beside the target thread
+    split = {"devices": lanes[:-1] if alone else lanes[:1], "target_devices": lanes[-1:], "target_mode": "dedicated"}
     keys = ("steps", "tokens_per_s", "step_ms", "host_ms", "peak_gib")
-    return {
-        "shared": {key: both.get(key) for key in keys},
-        "dedicated": {key: apart.get(key) for key in keys},
-        "ok": apart["steps"] == steps,
-    }
+    found: dict[str, Any] = {"ok": True}
+    for size in ["tiny"] if options.tiny else ["smollm2", "qwen3-4b"]:
+        steps = WARM_UP + (12 if options.tiny else 40 if size == "smollm2" else 25)
+        for way, changes in (("dedicated", split), ("shared", {})):
+            result = train(options, size, changes.get("devices", lanes), **{**changes, "steps": steps})
+            found[f"{size} {way}"] = {key: result.get(key) for key in keys}
+            found["ok"] &= result["steps"] == steps
+            options.out.write_text(json.dumps(found))
+    return found
 
 
 def lab(options: argparse.Namespace) -> dict[str, Any]:
@@ -344,9 +386,10 @@ def lab(options: argparse.Namespace) -> dict[str, Any]:
 
 
 PARTS = {"storm": storm, "equal": equal, "lab": lab, "scaling": scaling, "dedicated": dedicated}
+WORKERS = {"threads": threads, "ddp": ddp}  # of scaling
 # Nothing is timed in these: on GPUs they wait for compilers most of the time, so they run beside each other.
 CORRECTNESS = ("storm", "equal", "lab")
-SECONDS = {"storm": 300, "equal": 200, "lab": 300, "scaling": 300, "dedicated": 90}
+SECONDS = {"storm": 300, "equal": 200, "lab": 300, "scaling": 460, "dedicated": 150}
 
 
 def main() -> int:
@@ -357,28 +400,33 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--steps", type=int, default=None, help="steps of the storm (200)")
     parser.add_argument("--out", type=Path, default=Path("several_gpus.json"))
-    parser.add_argument("--keep", help="folder for run folders and their timeline pictures")
-    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="threads and processes of scaling")
+    parser.add_argument("--keep", help="folder for the runs' timeline pictures and events")
+    parser.add_argument("--seconds", type=float, default=560, help="for everything")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", default="tiny", help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=300, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.steps = options.steps or (12 if options.tiny else 200)
     if options.part:
-        faulthandler.dump_traceback_later(SECONDS.get(options.part, 200), exit=True)
-        result = ddp(options) if options.part == "ddp" else PARTS[options.part](options)
-        if result is not None:
-            options.out.write_text(json.dumps(result))
+        faulthandler.dump_traceback_later(options.limit, exit=True)
+        say(f"{options.part}: begins")
+        options.out.write_text(json.dumps({**PARTS, **WORKERS}[options.part](options)))
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the part that runs, too
     results: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "gpus": gpus(), "parts": {}}
     if gpus():
         results["gpu"] = torch.cuda.get_device_name(0)
-    end = time.monotonic() + options.budget
+    end = time.monotonic() + options.seconds * patience(options)
+    say(f"several_gpus: {', '.join(options.parts)} on {gpus() or 'no'} GPUs, at most {options.seconds:.0f} s")
 
     def measure(part: str) -> None:
-        seconds = min(SECONDS[part] + 15, end - time.monotonic())
+        seconds = min(SECONDS[part] * patience(options), end - time.monotonic())
         results["parts"][part] = (
             run_part(__file__, options, part, seconds) if seconds > 20 else {"error": "no time left"}
         )
+        options.out.write_text(json.dumps(results, indent=1))
 
     together = [part for part in options.parts if part in CORRECTNESS]
     with ThreadPoolExecutor(max_workers=len(together) if options.device == "cuda" and together else 1) as pool:
@@ -386,31 +434,33 @@ def main() -> int:
     for part in options.parts:
         if part not in together:
             measure(part)
-        options.out.write_text(json.dumps(results, indent=1))
     for part, result in results["parts"].items():
         short = {key: value for key, value in result.items() if key not in ("losses", "run_dir")}
-        print(f"{part}: {json.dumps(short)}"[:700], flush=True)
+        print(f"{part}: {json.dumps(short)}"[:1500], flush=True)
     return 0 if all(result.get("ok") for result in results["parts"].values()) else 1
 
 
 def run_part(script: str, options: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
-    """One part of a script, in a process of its own that is ended after ``seconds``; its result, or what went wrong."""
+    """One part of a script, in processes of its own that are ended after ``seconds``; its result so far, and what went
+    wrong. The part writes its stacks and leaves ten seconds earlier."""
     out = Path(tempfile.mkdtemp(prefix="part-")) / "result.json"
     command = [sys.executable, "-u", script, "--part", part, "--device", options.device, "--out", str(out)]
-    command += ["--tiny"] if options.tiny else []
+    command += ["--limit", str(max(5.0, seconds - 10))] + ["--tiny"] * options.tiny
     for name in ("steps", "keep"):
         command += [f"--{name}", str(getattr(options, name))] if getattr(options, name, None) else []
+    command += ["--counts", *map(str, options.counts)] if getattr(options, "counts", None) else []
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
             code = None
-    try:
-        result = json.loads(out.read_text())
-    except OSError:
-        result = {"error": f"exit code {code}" if code is not None else f"still running after {seconds:.0f} s"}
+        finally:
+            with suppress(ProcessLookupError):  # also what a part that died has left running
+                os.killpg(process.pid, signal.SIGKILL)
+    result = json.loads(out.read_text()) if out.exists() else {}
+    if code != 0:
+        result |= {"ok": False, "error": f"exit code {code}" if code is not None else f"ended after {seconds:.0f} s"}
     shutil.rmtree(out.parent, ignore_errors=True)
     return result | {"part_seconds": round(time.monotonic() - began, 1)}
 

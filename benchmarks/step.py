@@ -1,15 +1,16 @@
 """One training step on one device: forward, loss, backward and fused AdamW, with random features.
 
     python benchmarks/step.py                       # both shapes, each in a process of its own, cold compile caches
-    python benchmarks/step.py --check --profile     # first compare with float64 references, then also list kernels
-    python benchmarks/step.py --variants default keep   # what making activations again costs and saves
+    python benchmarks/step.py --check --profile     # then compare with float64 references; also list kernels
+    python benchmarks/step.py --variants default graph no-attention no-loss   # where the time goes: docs/step.md
     python benchmarks/step.py --shapes tiny --device cpu
 
 10 warm-up and 20 timed steps. Every step draws its anchors, makes its blocks and its mask: what a trainer does,
 except for the target's forward and gradient clipping. ``step_ms`` is the mean of the 20, launched one behind the
 other; ``host_ms`` is how long the host was busy launching, by part. The last lines are one JSON object a measurement:
 ``shape, variant, step_ms, peak_gib, first_step_s, percent_of_790`` (model FLOPs against 790 TFLOP/s, what one H200
-reaches in large bfloat16 products; the formula is :func:`step_flops`).
+reaches in large bfloat16 products; the formula is :func:`step_flops`). ``first_step_s`` of a shape's first variant is
+that of cold caches; the others find what it compiled. Each measurement is in the results file before the next begins.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Variant:
     trainer: bool = False  # through replica.Replica: one flat buffer, clipping, figures, as the trainer does it
     graph: bool = False  # blocks, forward, loss, backward and AdamW captured once as one CUDA graph, then replayed
     recompute: bool = True  # False: keep what layer.recomputed would make again in the backward pass
+    masters: bool = True  # False: parameters, gradients and moments in the dtype of the arithmetic
+    without: str = ""  # "attention", "loss", "optimizer" or "blocks": what is left out; the difference is what it costs
 
 
 VARIANTS = {
@@ -84,9 +87,22 @@ VARIANTS = {
     "keep": Variant(recompute=False),
     "attention": Variant(compile="attention"),
     "eager": Variant(compile="none"),
+    "bfloat16": Variant(masters=False),
+    "no-attention": Variant(without="attention"),
+    "no-loss": Variant(without="loss"),
+    "no-optimizer": Variant(without="optimizer"),
+    "no-blocks": Variant(without="blocks"),
     "chunk64": Variant(chunk_blocks=64),
     "chunk256": Variant(chunk_blocks=256),
 }
+
+
+def no_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    """As little as reads all three and gives each a gradient."""
+    shared = (key.mean(dim=2, keepdim=True) + value.mean(dim=2, keepdim=True)).repeat_interleave(
+        query.shape[1] // key.shape[1], dim=1
+    )
+    return query + shared
 
 
 class Step:
@@ -99,6 +115,8 @@ class Step:
         generator = torch.Generator(device).manual_seed(0)
         random = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
         self.drafter = drafter.Drafter(config_of(shape, dtype), device=device)
+        if not variant.masters:
+            self.drafter.to(dtype)
         self.head = Head(random(shape.vocabulary, shape.hidden) * 0.02)
         self.features = random(shape.rows, shape.length, shape.features * shape.hidden)
         self.ids = torch.randint(
@@ -110,9 +128,12 @@ class Step:
         self.variant = variant
         self.graph: torch.cuda.CUDAGraph | None = None
         self.count = 0
+        self.fixed: tuple[Any, Any] | None = None  # blocks and mask, where they are not made again
         self.host: dict[str, float] = {}  # seconds spent launching, by part
         compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
         attention = layer.flex_attention_call if self.on_gpu else layer.sdpa_attention
+        if variant.without == "attention":
+            attention = no_attention
         self.attention: layer.Attention = compiled(attention) if variant.compile == "attention" else attention
         self.layer: Callable[..., Tensor] | None = compiled(layer.layer_forward) if variant.compile == "layer" else None
         self.chunk: Callable[..., Any] | None = None if variant.compile == "none" else compiled(loss.loss_chunk)
@@ -152,18 +173,9 @@ class Step:
         return self.value
 
     def _run(self, anchors: Tensor, keep: Tensor) -> Tensor:
-        shape = self.shape
-        batch = blocks.make_blocks(
-            self.ids_there,
-            self.response_there,
-            anchors,
-            keep,
-            block_size=shape.block_size,
-            gamma=7.0,
-            mask_token_id=shape.vocabulary - 1,
-        )
-        make_mask = blocks.block_mask if self.on_gpu else blocks.visible_dense
-        mask = make_mask(batch.anchors, batch.keep, shape.length, shape.block_size)
+        batch, mask = self.fixed or self._blocks(anchors, keep)
+        if self.variant.without == "blocks":
+            self.fixed = batch, mask
         embeddings = torch.nn.functional.embedding(batch.inputs, self.head.weight)
         self._launched("blocks")
         if self.replica is not None:
@@ -182,23 +194,42 @@ class Step:
             layer=self.layer,
         )
         self._launched("forward")
-        result = loss.drafter_loss(
+        value = self._loss(hidden, batch)
+        self._launched("loss")
+        value.backward()
+        self._launched("backward")
+        if self.variant.without != "optimizer":
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._launched("optimizer")
+        return value.detach()
+
+    def _blocks(self, anchors: Tensor, keep: Tensor) -> tuple[blocks.Blocks, Any]:
+        shape = self.shape
+        batch = blocks.make_blocks(
+            self.ids_there,
+            self.response_there,
+            anchors,
+            keep,
+            block_size=shape.block_size,
+            gamma=7.0,
+            mask_token_id=shape.vocabulary - 1,
+        )
+        make_mask = blocks.block_mask if self.on_gpu else blocks.visible_dense
+        return batch, make_mask(batch.anchors, batch.keep, shape.length, shape.block_size)
+
+    def _loss(self, hidden: Tensor, batch: blocks.Blocks) -> Tensor:
+        if self.variant.without == "loss":
+            return hidden.float().square().mean()
+        return loss.drafter_loss(
             hidden,
             self.head,
             batch.labels,
             batch.weights,
-            block_size=shape.block_size,
+            block_size=self.shape.block_size,
             chunk_blocks=self.variant.chunk_blocks,
             chunk=self.chunk,
-        )
-        value = result.mean()
-        self._launched("loss")
-        value.backward()
-        self._launched("backward")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._launched("optimizer")
-        return value.detach()
+        ).mean()
 
     def _launched(self, part: str) -> None:
         now = time.perf_counter()
@@ -253,6 +284,7 @@ def measure(name: str, variant: str, device: str, profile: bool, backend: str) -
     first = float(step())
     synchronize()
     first_step = time.perf_counter() - started
+    print(f"  {name} {variant}: first step after {first_step:.1f} s", flush=True)
     for _ in range(WARM_UP - 1):
         step()
     synchronize()
@@ -303,10 +335,10 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=["default"], choices=VARIANTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--check", action="store_true", help="compare with float64 references first")
+    parser.add_argument("--check", action="store_true", help="compare with float64 references too")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
-    parser.add_argument("--warm", action="store_true", help="keep torch's compile caches between measurements")
-    parser.add_argument("--timeout", type=int, default=150, help="seconds one measurement may take")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds one measurement may take")
+    parser.add_argument("--seconds", type=float, default=560, help="for everything")
     parser.add_argument("--out", type=Path, help="results JSON")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # measure in this process
     args = parser.parse_args()
@@ -316,33 +348,46 @@ def main() -> int:
         print("RESULT " + json.dumps(result), flush=True)
         return 0
 
-    checks = [[str(Path(__file__).with_name("step_check.py")), "--device", args.device, "--backend", args.backend]]
-    runs = [
-        [__file__, "--here", "--shapes", shape, "--variants", variant, "--device", args.device]
-        + ["--backend", args.backend, "--timeout", str(args.timeout)]
-        + ["--profile"] * args.profile
-        for shape in args.shapes
-        for variant in args.variants
-    ]
-    results, failed = [], 0
-    for command in (checks if args.check else []) + runs:
-        with tempfile.TemporaryDirectory() as cold:
-            environment = dict(os.environ)
-            if not args.warm:
-                environment |= {"TORCHINDUCTOR_CACHE_DIR": cold, "TRITON_CACHE_DIR": f"{cold}/triton"}
-            done = subprocess.run(
-                [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
-            )
-        lines = done.stdout.splitlines()
-        results += [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
-        print("\n".join(line for line in lines if not line.startswith("RESULT ")), flush=True)
-        if done.returncode:
-            failed += 1
-            print(f"FAILED ({done.returncode}): {' '.join(command[1:])}\n{done.stderr[-2500:]}", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+    end = time.monotonic() + args.seconds
+    common = ["--device", args.device, "--backend", args.backend]
+    results: list[dict[str, Any]] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as cold:
+
+        def run(name: str, command: list[str]) -> None:
+            """A process of its own: passes its lines on, keeps its result, ends it when its time is up."""
+            seconds = min(args.timeout, end - time.monotonic())
+            print(f"{name}: at most {seconds:.0f} s", flush=True)
+            if seconds < 10:
+                return failed.append(name)
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cold, "TRITON_CACHE_DIR": f"{cold}/triton"}
+            command = [
+                sys.executable,
+                "-u",
+                *command,
+                "--timeout",
+                str(seconds),
+            ]  # it ends itself then, with its stacks
+            with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+                for line in process.stdout or ():
+                    if line.startswith("RESULT "):
+                        results.append(json.loads(line.removeprefix("RESULT ")))
+                        if args.out:
+                            args.out.write_text(json.dumps(results, indent=2) + "\n")
+                    else:
+                        print(line, end="", flush=True)
+            return failed.append(name) if process.returncode else None
+
+        for variant in args.variants:
+            for shape in args.shapes:
+                one = ["--here", "--shapes", shape, "--variants", variant, *common, *["--profile"] * args.profile]
+                run(f"{shape} {variant}", [__file__, *one])
+        if args.check:
+            run("check", [str(Path(__file__).with_name("step_check.py")), *common])
     for result in results:
         print(json.dumps(result))
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
     return 1 if failed else 0
 
 

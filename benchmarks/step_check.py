@@ -158,8 +158,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds after which it writes its stacks and ends")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(240, exit=True)
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
     torch._dynamo.config.recompile_limit = 64
     for block_size, window in ((16, None), (10, 100)):
         check_drafter(block_size, args.device, args.backend, window)

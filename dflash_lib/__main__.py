@@ -21,10 +21,10 @@ from dflash_lib.errors import UserError
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train DFlash drafters in threads, measure them, and see every recompile.",
 )
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click in newer releases of typer
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one machine-readable line last.")]
 
 
@@ -137,7 +137,9 @@ def regenerate(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a run folder (its last checkpoint).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, a run folder (its last checkpoint), or a folder of runs (the newest).")
+    ],
     prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines of conversations; repeatable.")] = None,
     target: Annotated[str | None, typer.Option(help="The target; none: the one the checkpoint names.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for acceptance.json and its pictures.")] = None,
@@ -184,7 +186,7 @@ def export(
 def timeline(
     run: Annotated[Path, typer.Argument(help="A run folder, an events.jsonl, or a TORCH_TRACE folder.")],
     fail_after_step: Annotated[
-        int | None, typer.Option(help="Exit 1, naming them, when anything recompiled after this step.")
+        int | None, typer.Option(min=0, help="Exit 1, naming them, when anything recompiled after this step.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the pictures; none: the run folder.")] = None,
     as_json: JsonFlag = False,
@@ -199,6 +201,10 @@ def timeline(
     print(timelines.summary(loaded))
     for path in paths:
         print(path)
+    if fail_after_step is not None and (passed := timelines.exempt(loaded, fail_after_step)):
+        print(passed, file=sys.stderr)
+    if fail_after_step is not None and not offenders:
+        print(f"nothing recompiled after step {fail_after_step}")
     for offender in offenders:
         print(f"recompiled after step {fail_after_step}: {offender}", file=sys.stderr)
     _say({"paths": [str(path) for path in paths], "offenders": [str(o) for o in offenders]}, as_json)
@@ -211,6 +217,11 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="A run folder or events.jsonl: before.")],
     run_b: Annotated[Path, typer.Argument(help="Another: after.")],
     out: Annotated[Path | None, typer.Option(help="Picture to write (.png or .svg).")] = None,
+    fail_if_worse: Annotated[
+        bool,
+        typer.Option("--fail-if-worse", help="Exit 1 when anything recompiled in b that did not in a, or oftener."),
+    ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Which recompiles are new, gone or changed between two runs."""
     from dflash_lib import timeline as timelines
@@ -219,6 +230,9 @@ def compare(
     print(comparison.table())
     if out is not None:
         print(comparison.draw(out))
+    _say(comparison.to_dict(), as_json)
+    if fail_if_worse and comparison.worse:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -296,14 +310,20 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Runs a command; an error that the user caused becomes one line and exit code 2."""
+    """Runs a command; an error that the user caused becomes one line and exit code 2. No command: the help, and 2."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+    words = sys.argv[1:]
     try:
-        app()
+        code = app(words or ["--help"], standalone_mode=False)  # else typer writes its errors itself, as boxes
     except UserError as error:
         print(f"dflash: {error}", file=sys.stderr)
         sys.exit(2)
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "python -m dflash_lib"
+        print(f"dflash: {' '.join(error.format_message().split()).rstrip('.')} (see {command} --help)", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if words else 2)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dflash_lib import checkpoint as checkpoints
 from dflash_lib import evaluate as evaluation
 from dflash_lib import prompts as prompt_sets
 from dflash_lib import target as targets
-from dflash_lib.config import Bool, Float, Int, OptionalInt, OptionalText, Parameters, Texts
+from dflash_lib.config import Bool, Float, Int, OptionalBool, OptionalInt, OptionalText, Parameters, Texts
 from dflash_lib.drafter import Drafter
 from dflash_lib.run_folder import RUN_DIR_VARIABLE, runs_root
 from dflash_lib.simulate import Simulated, simulated
@@ -34,7 +34,7 @@ class Settings(Parameters):
     temperature: Float = Field(0.0, ge=0)
     seed: Int = Field(0, ge=0, description="of sampling and of the intervals")
     batch_size: Int = Field(1, ge=1, description="prompts decoded together; speed-ups are quoted for 1")
-    thinking: bool | None = Field(None, description="the chat template's enable_thinking, as it will be served")
+    thinking: OptionalBool = Field(None, description="the chat template's enable_thinking, as it will be served")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     simulate: Bool = Field(True, description="also the estimate from held-out texts, without decoding")
     simulate_rows: OptionalInt = Field(16, ge=1, description="most held-out texts of the estimate; None: all")

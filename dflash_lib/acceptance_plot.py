@@ -17,7 +17,7 @@ def draw(acceptance: Mapping[str, Any], path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from dflash_lib.storage import replace_file
+    from dflash_lib.atomic import write_bytes
 
     sets = acceptance["sets"]
     figure = Figure(figsize=(13.5, 4.4), dpi=110, layout="constrained")
@@ -60,8 +60,7 @@ def draw(acceptance: Mapping[str, Any], path: Path) -> Path:
         axes.set_axisbelow(True)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lstrip(".") or "png")
-    replace_file(path, lambda temporary: temporary.write_bytes(picture.getvalue()))
-    return path
+    return write_bytes(path, picture.getvalue())
 
 
 def _speeds(axes: Any, sets: list[Mapping[str, Any]]) -> None:

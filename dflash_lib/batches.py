@@ -89,6 +89,7 @@ class RowBatch:
         document_ids: ``[R, S]``, -1 on padding; None when each row is one conversation.
         bucket: S.
         row_lengths: ``[R]``, tokens before the padding.
+        parts: ids of the conversations in each row: one, several where packed, none where the row is absent.
     """
 
     row_ids: list[int]
@@ -98,6 +99,7 @@ class RowBatch:
     document_ids: Tensor | None
     bucket: int
     row_lengths: Tensor
+    parts: list[list[int]]
 
     @property
     def tokens(self) -> int:
@@ -157,7 +159,7 @@ class RowStream:
                 f"buckets: the longest row has {longest} tokens, the largest bucket {self.lengths[-1]}; "
                 "lower max_length, or name a larger bucket"
             )
-        self._bucket_of = [next(size for size in self.lengths if size >= len(row)) for row in self.rows]
+        self.bucket_of = [next(size for size in self.lengths if size >= len(row)) for row in self.rows]
         self._orders: dict[int, list[list[Row]]] = {}
         self._making = threading.Lock()
         # (first step, epoch, position): where each epoch begins, as far as anybody has asked; grows with the steps.
@@ -207,7 +209,7 @@ class RowStream:
     def _entries(self, epoch: int) -> list[list[Row]]:
         """The epoch's entries: single rows, or packs filled in the order of the rows. Held: two epochs."""
         if epoch not in self._orders:
-            grouped = self._bucket_of if self.bucket_lengths and not self.packing and len(self.lengths) > 1 else None
+            grouped = self.bucket_of if self.bucket_lengths and not self.packing and len(self.lengths) > 1 else None
             rows = [self.rows[index] for index in order(len(self.rows), self.seed, epoch, bucket_of=grouped)]
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
@@ -237,8 +239,9 @@ class RowStream:
                 documents[number, begin:end] = document
                 begin = end
             lengths[number] = begin
-        names = [entry[0].id for entry in entries] + [-1] * (count - len(entries))
-        return RowBatch(names, epoch, ids, mask, documents if self.packing else None, width, lengths)
+        parts = [[row.id for row in entry] for entry in entries] + [[] for _ in range(count - len(entries))]
+        names = [part[0] if part else -1 for part in parts]
+        return RowBatch(names, epoch, ids, mask, documents if self.packing else None, width, lengths, parts)
 
 
 def _pack(rows: list[Row], length: int) -> list[list[Row]]:

@@ -178,7 +178,7 @@ def make_blocks(
     """
     length = input_ids.shape[1]
     device = input_ids.device
-    anchors, keep = anchors.to(device), keep.to(device)
+    anchors, keep = anchors.to(device, non_blocking=True), keep.to(device, non_blocking=True)
     slot = torch.arange(block_size, device=device)
     places = anchors[:, :, None] + slot  # [R, N, B]
     inside = places < length

@@ -5,9 +5,10 @@ A checkpoint is a folder::
     checkpoints/step-000100/
         model.safetensors      the drafter's tensors, named as DFlash names them
         config.json            the layout z-lab's checkpoints have, so that a checkpoint is already an export
-        training.safetensors   tensors of the training state (optimizer moments, float32 masters, ...)
-        training.json          everything else of it: step, scheduler, data position
+        training.safetensors   tensors of the training state that are not the drafter's own: AdamW's moments
+        training.json          everything else of it: step, position in the data
 
+A tensor of the training state that is one of the drafter's parameters (a float32 master) is kept once, in the first.
 Nothing is pickled, so a checkpoint from anywhere is safe to open. A folder is written under a temporary name, flushed
 and then renamed: it is there whole or it is not there. Formats of other projects are in :mod:`dflash_lib.exchange`.
 """
@@ -25,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_lib.atomic import replace_folder, write_json
 from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
-from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from dflash_lib.drafter import Drafter
@@ -45,7 +47,6 @@ __all__ = [
     "prune",
     "resolve",
     "save",
-    "save_training",
 ]
 
 MODEL, CONFIG = "model.safetensors", "config.json"
@@ -68,7 +69,7 @@ def save(
         path: the folder, such as ``run/checkpoints/step-000100``.
         step: optimizer steps finished.
         extra_state: training state for :func:`load_training`: any tree of dicts, lists, tuples, numbers, strings,
-            None and tensors (``optimizer.state_dict()`` is one).
+            None and tensors (``optimizer.state_dict()`` is one). The drafter's own parameters in it cost nothing.
         target: name of the target the drafter was trained for, kept for messages.
 
     Raises:
@@ -79,13 +80,15 @@ def save(
     compute = str(drafter.config.dtype).removeprefix("torch.")
     config[OURS] = {"v": 1, "step": step, "target": target, "compute_dtype": compute}
 
-    def write(folder: Path) -> None:
-        write_tensors(tensors, folder / MODEL)
-        write_json(config, folder / CONFIG)
-        if extra_state is not None:
-            _write_training(folder, extra_state, step)
+    stamp = uuid.uuid4().hex  # ties the files together: somebody may copy one of them over another save's
 
-    return replace_folder(Path(path), write)
+    def write(folder: Path) -> None:
+        write_tensors(tensors, folder / MODEL, {"save": stamp})
+        write_json(folder / CONFIG, config)
+        if extra_state is not None:
+            _write_training(folder, extra_state, step, stamp, _parameters(drafter))
+
+    return replace_folder(path, write)
 
 
 def load(
@@ -143,74 +146,89 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The drafter's parameters on the CPU under their checkpoint names, without a wrapper's prefix."""
-    model = getattr(drafter, "_orig_mod", drafter)
-    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in model.named_parameters()}
+    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in _parameters(drafter).items()}
+
+
+def _parameters(drafter: Drafter) -> dict[str, Tensor]:
+    return dict(getattr(drafter, "_orig_mod", drafter).named_parameters())
 
 
 # --- training state ----------------------------------------------------------------------------------------------
-def save_training(path: str | os.PathLike[str], state: Mapping[str, Any], *, step: int) -> None:
-    """Adds (or replaces) the training state of an existing checkpoint folder; see :func:`save`'s ``extra_state``."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is no folder")
-    _write_training(folder, state, step)
-
-
 def load_training(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tree that was given to :func:`save` or :func:`save_training`, tensors on the CPU, plus ``"step"``.
+    """The tree that was given to :func:`save` as ``extra_state``, tensors on the CPU, plus ``"step"``.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or its two files are of different saves.
+        CheckpointError: there is none, it is damaged, or its files are of different saves.
     """
     folder = resolve(path)
     document = read_json(folder / TRAINING_STATE)
-    tensors, metadata = read_tensors(folder / TRAINING_TENSORS, with_metadata=True)
-    if metadata.get("save") != document.get("save"):
-        raise CheckpointError(f"{folder}: {TRAINING_STATE} and {TRAINING_TENSORS} come from different saves")
+    found: dict[str, dict[str, Tensor]] = {}
+    # Format 1 had all its tensors in one file.
+    for file in (TRAINING_TENSORS,) if document.get("v") == 1 else (TRAINING_TENSORS, MODEL):
+        found[file], metadata = read_tensors(folder / file, with_metadata=True)
+        if metadata.get("save") != document.get("save"):
+            raise CheckpointError(f"{folder}: {TRAINING_STATE} and {file} come from different saves")
     try:
-        state = _unpack(document["state"], tensors)
+        state = _unpack(document["state"], found[TRAINING_TENSORS], found.get(MODEL, {}))
     except KeyError as error:
-        raise CheckpointError(f"{folder / TRAINING_STATE}: names {error} which {TRAINING_TENSORS} lacks") from None
+        raise CheckpointError(f"{folder / TRAINING_STATE}: names {error} which {' and '.join(found)} lack") from None
     return {"step": document["step"], **state}
 
 
-def _write_training(folder: Path, state: Mapping[str, Any], step: int) -> None:
+def _write_training(
+    folder: Path, state: Mapping[str, Any], step: int, stamp: str, parameters: Mapping[str, Tensor]
+) -> None:
     tensors: dict[str, Tensor] = {}
-    packed = _pack(dict(state), "state", tensors)
-    stamp = uuid.uuid4().hex  # ties the two files together, should a crash fall between them
+    packed = _pack(dict(state), "state", tensors, {_memory(tensor): name for name, tensor in parameters.items()})
     write_tensors(tensors, folder / TRAINING_TENSORS, {"save": stamp})
-    write_json({"v": 1, "step": step, "save": stamp, "state": packed}, folder / TRAINING_STATE)
+    write_json(folder / TRAINING_STATE, {"v": 2, "step": step, "save": stamp, "state": packed})
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A tree as JSON; its tensors go to ``tensors`` under the path that leads to them."""
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same values in the same memory."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Tensor], parameters: Mapping[tuple[Any, ...], str]) -> Any:
+    """A tree as JSON; its tensors go to ``tensors`` under the path that leads to them, but for the parameters."""
+
+    def pack(item: Any, key: Any) -> Any:
+        return _pack(item, f"{name}.{key}", tensors, parameters)
+
     if isinstance(value, Tensor):
+        if (parameter := parameters.get(_memory(value))) is not None:
+            return {"$parameter": parameter}
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {"$tensor": name}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        return {"$pairs": [[_pack(k, name, tensors), _pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+            return {key: pack(item, key) for key, item in value.items()}
+        return {"$pairs": [[pack(key, "key"), pack(item, key)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {"$tuple": [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+        return {"$tuple": [pack(item, i) for i, item in enumerate(value)]}
     if isinstance(value, list):
-        return [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return [pack(item, i) for i, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(f"{name}: a {type(value).__name__} is neither JSON nor a tensor and cannot be saved")
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Any:
+    def unpack(item: Any) -> Any:
+        return _unpack(item, tensors, parameters)
+
     if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
+        return [unpack(item) for item in value]
     if isinstance(value, dict):
+        if "$parameter" in value:
+            return parameters[value["$parameter"]]
         if "$tensor" in value:
             return tensors[value["$tensor"]]
         if "$tuple" in value:
-            return tuple(_unpack(item, tensors) for item in value["$tuple"])
+            return tuple(unpack(item) for item in value["$tuple"])
         if "$pairs" in value:
-            return {_unpack(k, tensors): _unpack(v, tensors) for k, v in value["$pairs"]}
-        return {key: _unpack(item, tensors) for key, item in value.items()}
+            return {unpack(key): unpack(item) for key, item in value["$pairs"]}
+        return {key: unpack(item) for key, item in value.items()}
     return value
 
 

@@ -88,8 +88,8 @@ class Barrier:
 
     def abort(self) -> None:
         """Everybody who waits here, or comes later, gets :class:`Aborted`."""
-        self._aborted = True
         with self._condition:
+            self._aborted = True
             self._condition.notify_all()
 
 

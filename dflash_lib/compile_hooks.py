@@ -229,8 +229,9 @@ class Hub:
         here = self.here
         metrics = pending.metrics
         compile_id = str(getattr(metrics, "compile_id", None))
-        locals_ = getattr(here.frame, "f_locals", None) or {}
-        in_frame = reasons.frame_value(locals_)
+        in_frame = reasons.frame_value(
+            {"G": getattr(here.frame, "f_globals", None), **(getattr(here.frame, "f_locals", None) or {})}
+        )
 
         def value(expression: str) -> str | None:
             name = expression.removeprefix("<global>.")

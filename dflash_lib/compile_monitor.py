@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from . import reasons
 from .compile_hooks import InFlight, hub
 from .compile_metrics import Compile
-from .events import EventLog, current_step, next_attempt
+from .events import EventLog, current_plan, current_step, next_attempt, planned
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class CompileMonitor:
         self.states = states
         self._installed = False
         self._warned: set[tuple[str, str | None, str]] = set()  # (thread, frame, alarm) already raised
+        self._met: set[tuple[str, str | None, str]] = set()  # (thread, frame, plan) compiled for already
+        self._planned: dict[str | None, str] = {}  # compile id -> what it was planned for
 
     def install(self) -> None:
         """Begins to watch; what this torch does not show becomes a ``warning`` event. Twice is once."""
@@ -113,9 +115,23 @@ class CompileMonitor:
             start=round(max(0.0, start), 6),
             wait_seconds=round(wait, 6),
             entry=hub.here.entry,
+            planned=self._plan(fields, thread),
             **fields,
         )
         self._alarms(fields, thread, device)
+
+    def _plan(self, fields: dict[str, Any], thread: str) -> str | None:
+        """What this compile was planned for, see :func:`events.planned`; a backward is what its forward is."""
+        plan, compile_id = current_plan(), fields["compile_id"]
+        if fields["cls"] == "backward":
+            return self._planned.get(compile_id)
+        self._planned.pop(compile_id, None)  # torch counts anew after a reset
+        key = (thread, fields["frame"], plan or "")
+        if plan is None or key in self._met or fields["cls"] not in ("first", "recompile", "cache_hit"):
+            return None
+        self._met.add(key)
+        self._planned[compile_id] = plan
+        return plan
 
     def _alarms(self, fields: dict[str, Any], thread: str, device: str) -> None:
         frame, size, limit = fields["frame"], fields["cache_size"], fields["limit"]
@@ -165,22 +181,32 @@ def in_flight() -> list[dict[str, Any]]:
     ]
 
 
+class _Steps(threading.local):
+    """The calling thread's last step: its number, and when it ended. (Thread idents are used again, this is not.)"""
+
+    number = 0
+    ended: float | None = None
+
+
 class Recording:
     """What :func:`record_compiles` gives: the log, and a way to say where steps end."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self._steps: dict[int, int] = {}
-        self._ended: dict[int, float] = {}
+        self._last = _Steps()
 
     def step(self, step: int | None = None, **fields: Any) -> None:
         """Ends a step of the current thread (its number from 1, counted here unless given), e.g. ``step(loss=0.3)``."""
-        ident, now = threading.get_ident(), self.log.now()
-        number = self._steps.get(ident, 0) + 1 if step is None else step
-        seconds = now - self._ended.get(ident, now)
+        last, now = self._last, self.log.now()
+        number = last.number + 1 if step is None else step
+        seconds = 0.0 if last.ended is None else now - last.ended
         blank = dict.fromkeys(("loss", "tokens", "rows", "lr", "grad_norm", "bucket"))
         self.log.emit("step", step=number, **{**blank, "seconds": seconds, **fields})
-        self._steps[ident], self._ended[ident] = number, now
+        last.number, last.ended = number, now
+
+    def planned(self, what: str) -> AbstractContextManager[None]:
+        """``with recording.planned(f"length {n}"):`` around each call; see :func:`events.planned`."""
+        return planned(what)
 
 
 @dataclass

@@ -39,4 +39,6 @@ def settings() -> dict[str, str]:
         "default_dtype": str(torch.get_default_dtype()),
         "num_threads": str(torch.get_num_threads()),
         "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "autocast(cpu)_enabled": str(torch.is_autocast_enabled("cpu")),
+        "autocast(cuda)_enabled": str(torch.is_autocast_enabled("cuda")),
     }

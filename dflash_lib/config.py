@@ -201,7 +201,9 @@ class RunConfig(Parameters):
         "shared", description="where features come from: each drafter's own device, target threads, or disk"
     )
     target_devices: Texts = Field(default_factory=list, description="devices of dedicated target threads")
-    feature_cache: OptionalText = Field(None, description="folder of cached features (target_mode 'cached')")
+    feature_cache: OptionalText = Field(
+        None, description="folder of cached features (target_mode 'cached'); None: one under runs_dir, named by content"
+    )
     trust_remote_code: Bool = Field(False, description="run code from a hub repository; off unless asked for")
     thinking: OptionalBool = Field(None, description="the chat template's enable_thinking, as it will be served")
 
@@ -311,6 +313,8 @@ class RunConfig(Parameters):
             raise ValueError("target_devices: target_mode 'dedicated' needs the devices of its target threads")
         if self.target_mode != "dedicated" and self.target_devices:
             raise ValueError(f"target_devices: only target_mode 'dedicated' has any (it is {self.target_mode!r})")
+        if self.target_mode != "cached" and self.feature_cache:
+            raise ValueError(f"feature_cache: only target_mode 'cached' reads it (it is {self.target_mode!r})")
         if self.warm_start and self.resume:
             raise ValueError("warm_start: leave it out when resume is given (a resumed run has its own weights)")
         if self.packing and not self.bucket_lengths:

@@ -8,13 +8,11 @@ second at most, and less often where drawing is dear (:data:`SHARE`).
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ from .dashboard_picture import png, save
 from .dashboard_state import ENDED, Board
 from .events import read
 from .launch import Tail
-from .run_folder import read_json, read_status, run_state
+from .memory import gpu_gib, host_gib
+from .run_folder import json_or_none, read_status, run_state
 
 INTERVAL = 0.5  # seconds between redraws, at least
 SHARE = 0.01  # of one core's time that redrawing may take: a dear redraw comes less often
@@ -46,7 +45,7 @@ class Dashboard:
     def __init__(self, trainer: Any, *, run_dir: str | os.PathLike[str] | None = None) -> None:
         self._trainer = trainer
         self._folder = None if run_dir is None else Path(run_dir)
-        config = read_json(self._folder / "config.json") if self._folder else trainer.config.model_dump(mode="json")
+        config = json_or_none(self._folder / "config.json") if self._folder else trainer.config.model_dump(mode="json")
         config = config if isinstance(config, dict) else {}
         self.board = Board(config, tuple(getattr(trainer, "lanes", None) or ()))
         self.panel = Panel(self._folder.name if self._folder else str(config.get("name", "run")), self._pressed)
@@ -190,14 +189,10 @@ class Dashboard:
         if board.ended or board.state == "not started":
             return
         board.now = max(board.now, self._trainer.log.now())
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            board.process_gib = process_gib()
-            return
+        board.host_gib = host_gib()
         for lane in board.lanes.values():
-            if (lane.device or "").startswith("cuda") and lane.state not in ENDED:
-                with suppress(RuntimeError, AssertionError):
-                    lane.memory_gib = torch.cuda.memory_allocated(lane.device) / 2**30
+            if lane.state not in ENDED and (held := gpu_gib(lane.device)) is not None:
+                lane.memory_gib = held
 
     def _look_at_status(self) -> None:
         """A run of another process: whether it still lives, and how it ended."""
@@ -215,12 +210,3 @@ class Dashboard:
         self.panel.leave(self.board, self._picture)
         if self._trainer is not None and self.run_dir is not None and self.run_dir.is_dir():
             save(self.board, self.run_dir, self.panel.title, self._picture)
-
-
-def process_gib() -> float | None:
-    """This process's memory in GiB, or None where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
-    except (OSError, ValueError, IndexError):
-        return None

@@ -56,7 +56,7 @@ class Panel:
                 widgets.HBox([self._bar, html["label"]], layout=row),
                 widgets.HBox(list(self._buttons.values()), layout=row),
                 html["lanes"],
-                widgets.HBox([html["losses"], html["compiles"]], layout=row),
+                widgets.HBox([html["losses"], html["compiles"]], layout=widgets.Layout(flex_flow="row wrap")),
                 html["findings"],
             ]
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_bytes, write_text
 from .dashboard_state import Board
-from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural
-from .run_folder import write_text
-from .timeline_style import look
+from .dashboard_view import DASHES, LANE_COLOURS, amount, duration, merged, page, plural, waiting
+from .timeline_style import WAITING, look, scale
 
 _LINES = {"": "-", "6 3": "--", "2 2": ":", "8 3 2 3": "-."}
 
@@ -33,7 +32,10 @@ def png(board: Board, title: str) -> bytes:
     _draw_losses(figure.add_subplot(grid[0, 0]), board)
     _draw_compiles(figure.add_subplot(grid[0, 1]), board)
     _draw_numbers(figure.add_subplot(grid[1, :]), board, len(lanes) - len(shown))
-    figure.suptitle(_plain(f"{title}: {board.state}, step {board.step}, {duration(board.now)}"), fontsize=11)
+    compiles = plural(len(board.compiles), "compile")
+    figure.suptitle(
+        _plain(f"{title}: {board.state}, step {board.step:,}, {duration(board.now)}, {compiles}"), fontsize=11
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
@@ -46,8 +48,9 @@ def _draw_losses(axes: Any, board: Board) -> None:
             x, y = zip(*points, strict=True)
             style = {"color": LANE_COLOURS[i % len(LANE_COLOURS)], "ls": _LINES[DASHES[i // len(LANE_COLOURS) % 4]]}
             axes.plot(x, y, label=_plain(lane.name), lw=1.4, marker="." if len(x) < 3 else None, **style)
+    scale(axes, [y for lane in board.lanes.values() for _, y in lane.losses.points()], "loss, nats a token")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss, nats a token")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if axes.lines and len(axes.lines) <= 8:
         axes.legend(fontsize=8, frameon=False)
@@ -60,12 +63,17 @@ def _draw_compiles(axes: Any, board: Board) -> None:
     bars: dict[str, list[tuple[float, float, int]]] = {}
     for c, end, _ in merged(board.compiles, now / 400):
         bars.setdefault(c.cls, []).append((c.start, max(end - c.start, now / 400), rows[c.thread]))
+    waits = waiting(board.compiles, now / 400)
+    if waits:
+        spans = [(end - start, start, rows[thread]) for thread, start, end in waits]
+        wide, left, row = (list(column) for column in zip(*spans, strict=True))
+        axes.barh(row, wide, left=left, height=0.25, color=WAITING.colour, label=WAITING.label)
     for cls, spans in bars.items():
         axes.barh(
             [row for *_, row in spans],
             [width for _, width, _ in spans],
             left=[start for start, *_ in spans],
-            height=0.7,
+            height=0.6,
             color=look(cls).colour,
             hatch=look(cls).hatch or None,
             edgecolor="white",
@@ -73,13 +81,12 @@ def _draw_compiles(axes: Any, board: Board) -> None:
             label=look(cls).label,
         )
     axes.set_xlim(0, now)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_ylim(max(len(names), 4) - 0.4, -0.6)  # one lane's bars do not fill the plot
     every = max(1, len(names) // 16)
     axes.set_yticks(range(0, len(names), every), [_plain(name) for name in names[::every]], fontsize=8)
     axes.set_xlabel("seconds since the run started")
-    axes.set_title(plural(len(board.compiles), "compile"), fontsize=9, loc="left")
     if bars:
-        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
+        axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderpad=0)
 
 
 def _draw_numbers(axes: Any, board: Board, left_out: int) -> None:
@@ -91,7 +98,7 @@ def _draw_numbers(axes: Any, board: Board, left_out: int) -> None:
         began = f" (from {first[0][1]:.3f})" if first else ""
         lines.append(
             f"{lane.name:<11.11} {lane.device or '':<7.7} {lane.words:<24.24} step {lane.step:<6} loss {loss}{began}  "
-            f"{amount(lane.tokens_per_second)} tokens/s  {plural(lane.compiles, 'compile')}, "
+            f"{amount(lane.tokens_per_second):>5} tokens/s at the end  {plural(lane.compiles, 'compile')}, "
             f"{duration(lane.compile_seconds)}"
         )
     if left_out:
@@ -113,12 +120,5 @@ def save(board: Board, run_dir: str | os.PathLike[str], title: str, picture: byt
     """Writes ``loss.png`` and ``dashboard.html`` into the run folder and returns their paths."""
     folder = Path(run_dir)
     picture = png(board, title) if picture is None else picture
-    temporary = folder / ".loss.png.tmp"
-    temporary.write_bytes(picture)
-    temporary.replace(folder / "loss.png")
-    write_text(folder / "dashboard.html", page(board, title, data_url(picture)))
-    return [folder / "loss.png", folder / "dashboard.html"]
-
-
-def data_url(picture: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture).decode()
+    html = page(board, title)
+    return [write_bytes(folder / "loss.png", picture), write_text(folder / "dashboard.html", html)]

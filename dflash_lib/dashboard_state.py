@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .timeline_build import base_frame
+
 # How a lane's state reads, and the tone it is shown in (the view turns tones into colours).
 WORDS: dict[str, tuple[str, str]] = {
     "starting": ("starting", "quiet"),
@@ -29,6 +31,7 @@ _EFFECT = {
     "resume": {"running", "compiling", "waiting_others", "waiting_compile"} | ENDED,
     "stop": set(ENDED),
 }
+RECENT = 8  # steps that tokens a second and the estimated acceptance length are of
 
 
 class Series:
@@ -69,7 +72,7 @@ class Series:
 
 @dataclass
 class Compile:
-    """One compile as the live timeline draws it; ``seconds`` is None while it goes on."""
+    """One compile as the live timeline draws it, after ``wait`` seconds; ``seconds`` is None while it goes on."""
 
     thread: str
     start: float
@@ -77,6 +80,7 @@ class Compile:
     cls: str
     frame: str
     reason: str | None = None
+    wait: float = 0.0
 
 
 @dataclass
@@ -100,15 +104,31 @@ class Lane:
     last_reason: str | None = None
     request: str | None = None
     error: str | None = None
-    _recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=8))
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))  # tokens, seconds
+    _accuracy: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RECENT))  # of each slot
 
     @property
     def words(self) -> str:
         """The state in words, with what it is about where that is short: ``compiling: attention``, ``paused``."""
         words = WORDS.get(self.state, (self.state, "quiet"))[0]
-        if self.state in ("compiling", "waiting_compile", "running") and self.detail:
+        if self.state in ("compiling", "running") and self.detail:
             return f"{words}: {self.detail}"
         return words
+
+    @property
+    def estimated_tau(self) -> float | None:
+        """The acceptance length that the last steps' accuracy of each slot would give on the rows trained on.
+
+        1 + a1 + a1 a2 + ..., as if slots were right independently of each other: between decodings a sign of where
+        training goes, not what prompts never seen would show.
+        """
+        if not self._accuracy or any(len(slots) != len(self._accuracy[-1]) for slots in self._accuracy):
+            return None
+        tau = prefix = 1.0
+        for slot in zip(*self._accuracy, strict=True):
+            prefix *= sum(slot) / len(slot)
+            tau += prefix
+        return tau
 
     @property
     def note(self) -> str | None:
@@ -137,7 +157,7 @@ class Board:
         self.attempt = 1
         self.state = "not started"
         self.error: str | None = None
-        self.process_gib: float | None = None  # memory of the training process, where no lane has its own
+        self.host_gib: float | None = None  # host memory of the training process
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)  # time, step: for the time left
 
     # --- what a view asks -------------------------------------------------------------------------------------
@@ -187,8 +207,8 @@ class Board:
             handler(event, self.now if t is None else t)
 
     def request(self, what: str) -> None:
-        """Notes in every living lane that ``what`` (``"pause"``, ``"stop"``, ...) was asked for."""
-        for lane in self.lanes.values():
+        """Notes in every living lane that trains that ``what`` (``"pause"``, ``"stop"``, ...) was asked for."""
+        for lane in self.drafters:
             if lane.state not in ENDED:
                 lane.request = what
 
@@ -239,8 +259,11 @@ class Board:
         lane.memory_gib = lane.memory_gib if memory is None else memory
         tokens, seconds = _number(event.get("tokens")), _number(event.get("seconds"))
         if tokens is not None and seconds:
-            lane._recent.append((t, tokens, seconds))
-            lane.tokens_per_second = sum(r[1] for r in lane._recent) / sum(r[2] for r in lane._recent)
+            lane._recent.append((tokens, seconds))
+            lane.tokens_per_second = sum(r[0] for r in lane._recent) / sum(r[1] for r in lane._recent)
+        slots = event.get("accuracy")
+        if isinstance(slots, list) and None not in (right := [_number(slot) for slot in slots]):
+            lane._accuracy.append([slot for slot in right if slot is not None])
         if self.step > (self._pace[-1][1] if self._pace else 0):
             self._pace.append((t, self.step))
 
@@ -252,13 +275,14 @@ class Board:
             start=t - seconds if start is None else start,
             seconds=seconds,
             cls=str(event.get("cls") or "first"),
-            frame=str(event.get("frame") or "?"),
+            frame=base_frame(str(event.get("frame") or "?"), str(event.get("thread"))),
             reason=_reason(event),
+            wait=_number(event.get("wait_seconds")) or 0.0,
         )
         self.compiles.append(done)
         if lane is None:
             return
-        lane.wait_seconds += _number(event.get("wait_seconds")) or 0.0
+        lane.wait_seconds += done.wait
         lane.compiles += 1
         lane.compile_seconds += seconds
         if done.cls in ("recompile", "race_duplicate", "eager_fallback"):
@@ -278,7 +302,13 @@ class Board:
             lane.request = event["request"]
             state = state if state == "stopping" and lane.state != "compiling" else lane.state
             return self._move(lane, state, lane.detail, t)
-        self._move(lane, state, event["detail"] if isinstance(event.get("detail"), str) else None, t)
+        detail = event["detail"] if isinstance(event.get("detail"), str) else None
+        if detail and state in ("compiling", "waiting_compile"):  # "f_drafter_0 (backward)" is "f (backward)" here
+            frame, space, rest = detail.partition(" ")
+            detail = base_frame(frame, lane.name) + space + rest
+        if detail == "evaluating":
+            self._fulfilled("evaluate", lane)
+        self._move(lane, state, detail, t)
 
     def _move(self, lane: Lane, state: str, detail: str | None, t: float) -> None:
         lane.since = t if state != lane.state else lane.since
@@ -290,12 +320,14 @@ class Board:
         message = str(event.get("message") or event.get("alarm") or event.get("kind"))
         self.alarm_count += 1
         self.alarms.append((t, str(event.get("thread") or "main"), message))
+        if isinstance(event.get("request"), str):  # what was asked for cannot be done
+            self._fulfilled(event["request"], self._lane(event))
 
     _on_warning = _on_alarm
 
     def _on_checkpoint(self, event: Mapping[str, Any], t: float) -> None:
         self.checkpoints.append((event.get("step"), str(event.get("path") or "")))
-        self._fulfilled("checkpoint")
+        self._fulfilled("checkpoint", self._lane(event))
 
     def _on_evaluation(self, event: Mapping[str, Any], t: float) -> None:
         step = event.get("step") if isinstance(event.get("step"), int) else None
@@ -303,11 +335,13 @@ class Board:
         found = [(str(s.get("name")), _number(s.get("tau_mean"))) for s in sets if isinstance(s, Mapping)]
         found += [(which, _number(event.get(key))) for key, which in _TAUS if key in event]
         self.evaluations += [(step, name, tau) for name, tau in found if tau is not None]
-        self._fulfilled("evaluate")
+        self._fulfilled("evaluate", self._lane(event))
 
-    def _fulfilled(self, what: str) -> None:
+    def _fulfilled(self, what: str, by: Lane | None = None) -> None:
+        """One lane saves and measures for all whose weights are averaged; independent lanes do so each for itself."""
+        alone = self.config.get("mode") == "independent"
         for lane in self.lanes.values():
-            if lane.request == what:
+            if lane.request == what and (by is lane or by is None or not alone):
                 lane.request = None
 
     def _on_worker_failed(self, event: Mapping[str, Any], t: float) -> None:

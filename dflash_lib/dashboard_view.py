@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from .dashboard_state import WORDS, Board, Compile, Lane
-from .timeline_style import CLASS_LOOKS, look
+from .dashboard_state import RECENT, WORDS, Board, Compile, Lane
+from .timeline_style import CLASS_LOOKS, WAITING, look, spans_a_decade
 
 # One hue a lane, told apart with common colour blindness and readable on white and on near-black; a dash as well.
 LANE_COLOURS = ("#3d8bd4", "#d9822b", "#1f9e7a", "#c76bb0", "#8a7be0", "#a8932a", "#d3574e", "#5aa6b8")
@@ -24,7 +24,7 @@ STYLE = """<style>
 .df .good {color: var(--jp-success-color1, #1b7f3b)} .df .bad {color: var(--jp-error-color1, #c62828)}
 .df .busy {color: var(--jp-brand-color1, #1565c0)} .df .wait {color: var(--jp-warn-color1, #b35c00)}
 .df .quiet {color: var(--jp-ui-font-color2, #666)}
-.df .note {color: var(--jp-warn-color1, #b35c00); font-size: 12px}
+.df .note {color: var(--jp-warn-color1, #b35c00); font-size: 12px; white-space: normal; max-width: 24em}
 .df .small {font-size: 12px; color: var(--jp-ui-font-color2, #555)}
 .df svg {display: block; max-width: 100%; height: auto}
 .df svg text {fill: var(--jp-ui-font-color1, #222); font: 11px var(--jp-ui-font-family, system-ui, sans-serif)}
@@ -81,7 +81,7 @@ def header(board: Board, title: str) -> str:
     words, tone = WORDS.get(board.state, (board.state, "quiet"))
     error = f'<div class="bad">{text(board.error)}</div>' if board.error else ""
     attempt = f" · attempt {board.attempt}" if board.attempt > 1 else ""
-    memory = f" · process {board.process_gib:.1f} GiB" if board.process_gib is not None else ""
+    memory = f" · {board.host_gib:.1f} GiB of host memory" if board.host_gib is not None else ""
     return (
         f'<div class="df"><b>{text(title)}</b> <span class="chip {tone}">{text(words)}</span> '
         f'<span class="small">{duration(board.now)}{attempt}{memory}</span>{error}</div>'
@@ -90,10 +90,10 @@ def header(board: Board, title: str) -> str:
 
 def label(board: Board) -> str:
     """``step 34 of 60 · 1:20 left``."""
-    of = f" of {board.steps}" if board.steps else ""
+    of = f" of {board.steps:,}" if board.steps else ""
     left = board.seconds_left()
     time_left = f" · {duration(left)} left" if left is not None else ""
-    return f'<span class="df small">step {board.step}{of}{time_left}</span>'
+    return f'<span class="df small">step {board.step:,}{of}{time_left}</span>'
 
 
 def lanes(board: Board) -> str:
@@ -103,8 +103,9 @@ def lanes(board: Board) -> str:
     head = "".join(
         f"<th{' class=n' if number else ''}>{name}</th>"
         for name, number in (
-            *(("thread", 0), ("state", 0), ("step", 1), ("loss", 1), ("", 0), ("tokens/s", 1)),
-            *(("memory, GiB", 1), ("compiles", 1), ("compile time", 1), ("waited", 1), ("last reason", 0)),
+            *(("thread", 0), ("state", 0), ("step", 1), ("loss", 1), ("", 0), (f"tokens/s,<br>last {RECENT} steps", 1)),
+            *(("GPU memory,<br>GiB", 1), ("compiles<br>(recompiles)", 1), ("compile<br>time", 1), ("waited", 1)),
+            ("last reason", 0),
         )
     )
     rows = "".join(_lane_row(lane, i) for i, lane in enumerate(board.lanes.values()))
@@ -117,7 +118,7 @@ def _lane_row(lane: Lane, index: int) -> str:
     note = f'<div class="note">{text(lane.note)}</div>' if lane.note else ""
     loss = "–" if lane.loss is None else f"{lane.loss:.3f}"
     memory = "–" if lane.memory_gib is None else f"{lane.memory_gib:.2f}"
-    compiles = f"{lane.compiles}" + (f" ({lane.recompiles} re)" if lane.recompiles else "")
+    compiles = f"{lane.compiles}" + (f" ({lane.recompiles})" if lane.recompiles else "")
     why = lane.error or lane.last_reason or ""
     return (
         f'<tr data-lane="{text(lane.name)}"><td><b style="color:{colour}">▍</b>{text(lane.name)} '
@@ -154,8 +155,14 @@ def losses(board: Board, width: int = 440, height: int = 190) -> str:
     ahead = min(board.steps or last, max(10.0, last * 1.25))  # room for the steps that come next
     x_range = (min([p[0][0] for *_, p in curves], default=0.0), max(last, ahead))
     values = [y for *_, points in curves for _, y in points]
-    y_range = (min(values, default=0.0), max(values, default=1.0))
-    frame = _axes(x_range, y_range, (left, right), (bottom, top), "optimizer step", "loss")
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    scale: Callable[[float], float] = math.log10 if spans_a_decade(values) else float
+    marks = [(scale(v), f"{v:g}") for v in (ticks(low, high, 4) if scale is float else log_ticks(low, high))]
+    y_range = (scale(low), scale(high))
+    curves = [(i, lane, [(x, scale(y)) for x, y in points]) for i, lane, points in curves]
+    y_name = "loss, nats a token" + (" (log)" if scale is not float else "") if values else "loss: no step yet"
+    y_axis = (y_range, marks if values else [])
+    frame = _axes(x_range, y_axis, (left, right), (bottom, top), "optimizer step", y_name)
     lines = "".join(
         f'<path d="{_path(points, x_range, y_range, (left, right), (bottom, top))}" fill="none" stroke-width="1.6" '
         f'stroke="{LANE_COLOURS[i % len(LANE_COLOURS)]}" stroke-dasharray="{DASHES[i // len(LANE_COLOURS) % 4]}">'
@@ -173,7 +180,8 @@ def compiles(board: Board, width: int = 440) -> str:
     bottom = top + step * max(1, len(names))
     height = bottom + 46
     now = max(board.now, 1e-3)
-    axis = _axes((0.0, now), None, (left, right), (bottom, top), "seconds since the run started", "")
+    no_marks: tuple[tuple[float, float], list[tuple[float, str]]] = ((0.0, 1.0), [])
+    axis = _axes((0.0, now), no_marks, (left, right), (bottom, top), "seconds since the run started", "")
     labels = "".join(
         f'<text x="{left - 6}" y="{top + step * (i + 0.5) + 4:.1f}" text-anchor="end">{text(name[:14])}</text>'
         for i, name in enumerate(names)
@@ -186,21 +194,34 @@ def compiles(board: Board, width: int = 440) -> str:
         for lane in board.lanes.values()
         if lane.state == "compiling" and not board.ended
     ]
+    still = [
+        (lane.name, lane.since, now)
+        for lane in board.lanes.values()
+        if lane.state == "waiting_compile" and not board.ended
+    ]
     groups = [*merged(board.compiles, 1 / scale), *((c, now, 1) for c in running)]
     bars = "".join(
         _bar(c, end, left, scale, top + step * rows[c.thread], step, count if len(groups) < 600 else None)
         for c, end, count in groups
     )
+    waits = "".join(
+        f'<rect x="{left + max(0.0, start) * scale:.1f}" y="{top + step * (rows[thread] + 0.3):.1f}" '
+        f'width="{(end - max(0.0, start)) * scale:.1f}" height="{step * 0.4:.1f}" fill="{WAITING.colour}"/>'
+        for thread, start, end in [*waiting(board.compiles, 1 / scale), *still]
+    )
     classes = {c.cls for c in board.compiles}
-    seen = [cls for cls in CLASS_LOOKS if cls in classes]
+    seen = [look(cls) for cls in CLASS_LOOKS if cls in classes][:4] + ([WAITING] if waits else [])
+    places = [left]
+    for one in seen:
+        places.append(places[-1] + 28 + 6 * len(one.label))
     legend = "".join(
-        f'<rect x="{left + 84 * i}" y="{height - 14}" width="9" height="9" fill="{look(cls).colour}"/>'
-        f'<text x="{left + 13 + 84 * i}" y="{height - 5}">{look(cls).label}</text>'
-        for i, cls in enumerate(seen[:4])
+        f'<rect x="{x}" y="{height - 14}" width="9" height="9" fill="{one.colour}"/>'
+        f'<text x="{x + 13}" y="{height - 5}">{one.label}</text>'
+        for x, one in zip(places, seen, strict=False)
     )
     total = sum(lane.compile_seconds for lane in board.lanes.values())
     caption = f'<text x="{left}" y="11">{plural(len(board.compiles), "compile")}, {duration(total)} in all</text>'
-    return _plot(width, height, caption + axis + labels + bars + legend)
+    return _plot(width, height, caption + axis + labels + waits + bars + legend)
 
 
 def merged(compiles: Sequence[Compile], gap: float) -> list[tuple[Compile, float, int]]:
@@ -220,6 +241,18 @@ def merged(compiles: Sequence[Compile], gap: float) -> list[tuple[Compile, float
             open_groups[c.thread, c.cls] = group = [c, end, 1]
             groups.append(group)
     return [(c, end, count) for c, end, count in groups]
+
+
+def waiting(compiles: Sequence[Compile], gap: float) -> list[tuple[str, float, float]]:
+    """(thread, start, end) of what was waited before compiles; in a thread, what is nearer than ``gap`` is one."""
+    spans: dict[str, list[list[float]]] = {}
+    for c in sorted((c for c in compiles if c.wait > gap), key=lambda c: c.start):
+        own = spans.setdefault(c.thread, [])
+        if own and c.start - c.wait <= own[-1][1] + gap:
+            own[-1][1] = c.start
+        else:
+            own.append([c.start - c.wait, c.start])
+    return [(thread, start, end) for thread, own in spans.items() for start, end in own]
 
 
 def _bar(c: Compile, end: float, left: float, scale: float, y: float, height: float, count: int | None) -> str:
@@ -243,12 +276,20 @@ def _bar(c: Compile, end: float, left: float, scale: float, y: float, height: fl
 
 
 def findings(board: Board, most: int = 6) -> str:
-    """Acceptance estimates, checkpoints, and alarms, newest first."""
+    """Acceptance measured and estimated, checkpoints, and alarms, newest first."""
     parts = []
+    estimates = {lane.name: f"{lane.estimated_tau:.2f}" for lane in board.lanes.values() if lane.estimated_tau}
+    if estimates:
+        one = len(set(estimates.values())) == 1
+        items = next(iter(estimates.values())) if one else ", ".join(f"{text(n)} {t}" for n, t in estimates.items())
+        parts.append(
+            f'<div title="1 + a1 + a1 a2 + ..., a_i the share of right tokens in slot i">estimated acceptance length: '
+            f'{items} <span class="small">(each slot\'s accuracy on the rows of the last {RECENT} steps)</span></div>'
+        )
     if board.evaluations:
         newest = board.evaluations[-most:][::-1]
         items = ", ".join(f"{text(name)} {tau:.2f}" + (f" at step {s}" if s else "") for s, name, tau in newest)
-        parts.append(f"<div><b>acceptance length</b> (tokens a cycle): {items}</div>")
+        parts.append(f"<div><b>acceptance length</b> (tokens a target pass, by decoding): {items}</div>")
     if board.checkpoints:
         step, path = board.checkpoints[-1]
         parts.append(
@@ -264,12 +305,11 @@ def findings(board: Board, most: int = 6) -> str:
     return f'<div class="df" role="status">{"".join(parts)}</div>'
 
 
-def page(board: Board, title: str, picture: str = "") -> str:
-    """The whole dashboard as one HTML file that needs nothing else; ``picture`` is an optional PNG data URL."""
-    image = f'<img alt="loss and compiles of every thread" src="{picture}" style="max-width:100%">' if picture else ""
+def page(board: Board, title: str) -> str:
+    """The whole dashboard as one HTML file that needs nothing else."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{text(title)}</title>{PAGE_STYLE}'
-        f"<body>{snapshot(board, title)}{image}</body></html>\n"
+        f"<body>{snapshot(board, title)}</body></html>\n"
     )
 
 
@@ -295,6 +335,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [i * size for i in range(first, math.floor(high / size + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten inside [low, high], both above 0."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
+
+
 def _path(
     points: Iterable[tuple[float, float]],
     x_range: tuple[float, float],
@@ -311,7 +357,7 @@ def _path(
 
 def _axes(
     x_range: tuple[float, float],
-    y_range: tuple[float, float] | None,
+    y_axis: tuple[tuple[float, float], list[tuple[float, str]]],
     x_pixels: tuple[float, float],
     y_pixels: tuple[float, float],
     x_name: str,
@@ -323,11 +369,11 @@ def _axes(
         x = left + (value - x_range[0]) / max(x_range[1] - x_range[0], 1e-9) * (right - left)
         parts.append(f'<text x="{x:.1f}" y="{bottom + 13}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<text x="{(left + right) / 2:.0f}" y="{bottom + 26}" text-anchor="middle">{x_name}</text>')
-    for value in ticks(*y_range, 4) if y_range else ():
-        span = max(y_range[1] - y_range[0], 1e-9) if y_range else 1.0
-        y = bottom + (value - (y_range[0] if y_range else 0)) / span * (top - bottom)
+    (low, high), marks = y_axis
+    for value, words in marks:
+        y = bottom + (value - low) / max(high - low, 1e-9) * (top - bottom)
         parts.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
-        parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{words}</text>')
     if y_name:
         parts.append(f'<text x="{left}" y="{top - 7}">{y_name}</text>')
     return "".join(parts)

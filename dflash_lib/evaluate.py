@@ -15,11 +15,11 @@ from typing import Any
 
 from dflash_lib import checkpoint as checkpoints
 from dflash_lib import decode
+from dflash_lib.atomic import write_json
 from dflash_lib.decode import Decoded, Lossless
 from dflash_lib.drafter import Drafter
 from dflash_lib.errors import UserError
 from dflash_lib.simulate import Simulated, simulated
-from dflash_lib.storage import write_json
 
 __all__ = [
     "EvaluationError",
@@ -116,7 +116,7 @@ def evaluate(
     if out is not None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(acceptance, folder / "acceptance.json")
+        write_json(folder / "acceptance.json", acceptance)
         draw(acceptance, folder / "acceptance.png")
     return acceptance
 

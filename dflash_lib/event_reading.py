@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 Event = dict[str, Any]
 
 
@@ -49,19 +51,27 @@ def scan(path: str | os.PathLike[str]) -> Scan:
 
 def _event(line: bytes) -> Event | None:
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
+        event = from_json(line)  # three times as fast as json, but it refuses some of what json takes
+    except ValueError:
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            return None
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not _number(event.get("t")):
         return None
-    if not isinstance(event.get("seq"), int):
+    get = event.get
+    if not isinstance(get("seq"), int):
         event.pop("seq", None)
-    for key, kind, default in (("attempt", int, 1), ("node", int, 0), ("thread", str, "main")):
-        if not isinstance(event.get(key), kind):
-            event[key] = default
-    for key, kind in (("device", str), ("step", int)):
-        if not isinstance(event.get(key), kind):
-            event[key] = None
+    if not isinstance(get("attempt"), int):
+        event["attempt"] = 1
+    if not isinstance(get("node"), int):
+        event["node"] = 0
+    if not isinstance(get("thread"), str):
+        event["thread"] = "main"
+    if not isinstance(get("device"), str):
+        event["device"] = None
+    if not isinstance(get("step"), int):
+        event["step"] = None
     return event
 
 

@@ -1,7 +1,7 @@
 """Typed events and the append-only JSONL log that every view of a run is drawn from.
 
-One object a line; the format is docs/contracts.md. This module imports neither torch nor anything else of the
-package, so a log can be written by any process and read by any other.
+One object a line; the format is docs/contracts.md. Neither this module nor event_reading, its other half, imports
+torch or anything else of the package, so a log can be written by any process and read by any other.
 
 Three things are easy to get wrong, and are decided here:
 
@@ -31,18 +31,19 @@ __all__ = [
     "EventLog",
     "Scan",
     "current_lane",
+    "current_plan",
     "current_step",
     "in_lane",
     "lane",
     "mark_step",
     "next_attempt",
+    "planned",
     "read",
     "read_all",
     "scan",
     "settle",
 ]
 VERSION = 1
-BASE_KEYS = ("v", "seq", "t", "attempt", "kind", "node", "thread", "device", "step")
 
 
 # --- lanes: whose event is it? ---------------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.lanes: list[tuple[str, str]] = []
         self.step: int | None = None
+        self.plan: str | None = None
 
 
 _here = _Here()
@@ -91,6 +93,24 @@ def current_step() -> int | None:
     return _here.step
 
 
+@contextmanager
+def planned(what: str | None) -> Iterator[None]:
+    """Says that this thread is to compile for ``what`` ("length 384"), which it will meet again; None: nothing is said.
+
+    Wrap every call: in each thread a function's first compile for a ``what`` is planned, any later one is not.
+    """
+    before, _here.plan = _here.plan, what
+    try:
+        yield
+    finally:
+        _here.plan = before
+
+
+def current_plan() -> str | None:
+    """What :func:`planned` says in this thread, or None."""
+    return _here.plan
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 class EventLog:
     """A thread-safe, append-only log of events.
@@ -113,7 +133,7 @@ class EventLog:
         self.node = node
         self.origin = time.monotonic() if origin is None else origin
         self.events: list[Event] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may emit in the middle of an emit of its own thread
         self._subscribers: list[Callable[[Event], None]] = []
         self._finished: dict[str, int] = {}  # thread -> its last finished step
         self._seq = 0

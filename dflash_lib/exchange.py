@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_lib.atomic import replace_folder, write_json
 from dflash_lib.config import ConfigError
-from dflash_lib.storage import CheckpointError, read_json, read_tensors, replace_folder, write_json, write_tensors
+from dflash_lib.storage import CheckpointError, read_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from dflash_lib.drafter import Drafter, DrafterConfig
@@ -72,7 +73,7 @@ def export(
 
     def write(temporary: Path) -> None:
         write_tensors(tensors, temporary / "model.safetensors")
-        write_json(document, temporary / "config.json")
+        write_json(temporary / "config.json", document)
 
     return replace_folder(destination, write)
 

@@ -7,6 +7,7 @@ the same: what comes from where never changes what is learned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from .collective import Channel
 from .data import RowBatch
 from .head import Head
+from .loss import needs_target
 from .target import Features, Target
 from .worker import Worker
 
@@ -74,9 +76,10 @@ class Fed:
         row_ids, found, ready = self.channel.take(self.on_wait)
         if row_ids != list(batch.row_ids):
             raise RuntimeError(f"{self.lane}: got features of rows {row_ids}, wanted those of {list(batch.row_ids)}")
-        if ready is not None:
+        if found.features.is_cuda:
             stream = torch.cuda.current_stream(found.features.device)
-            stream.wait_event(ready)
+            if ready is not None:
+                stream.wait_event(ready)
             for tensor in found:  # made in the target's thread: its memory is not free before this stream is done
                 if tensor is not None:
                     tensor.record_stream(stream)
@@ -90,6 +93,8 @@ class TargetWorker(Worker):
         super().__init__(trainer, f"target-{index}", device, trainer.lanes)
         self.fed = fed
         self.target = trainer.ready.on_device[device]
+        self.last_hidden = needs_target(self.config.objective, self.config.label_source)
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def work(self) -> None:
         """Step after step, each drafter's batches in the order in which it will ask for them."""
@@ -97,17 +102,31 @@ class TargetWorker(Worker):
         for step in range(self.trainer.ready.first_step, self.trainer.config.steps):
             for drafter in self.fed:
                 for batch in drafter.batches(step):
-                    found = run_target(self.target, batch, drafter.last_hidden)
+                    found = run_target(self.target, batch, self.last_hidden)
                     drafter.channel.put(self.hand_over(found, batch, drafter.device), self.wait)
                     self.reporter.show("running")
         self.reporter.show("finished")
 
     def hand_over(self, found: Features, batch: RowBatch, device: torch.device) -> tuple[list[int], Features, Any]:
-        """Copies to the drafter's device on this thread's stream; the event says when the copies are there."""
-        last = None if found.last_hidden is None else found.last_hidden.to(device, non_blocking=True)
-        here = Features(found.features.to(device, non_blocking=True), last)
-        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        """Copies to the drafter's device on this thread's stream; the event says when the copies are there.
+
+        A copy makes the receiving device's current stream wait for it. In this thread that is a stream nobody works on:
+        on the drafter's own, its step would wait for features of a later one. Between CPU and GPU the copy is waited
+        for: no event orders it for the thread that reads it.
+        """
+        on_gpus = self.device.type == device.type == "cuda"
+        with self._beside(device):
+            last = None if found.last_hidden is None else found.last_hidden.to(device, non_blocking=on_gpus)
+            here = Features(found.features.to(device, non_blocking=on_gpus), last)
+        ready = torch.cuda.current_stream(self.device).record_event() if on_gpus else None
         return list(batch.row_ids), here, ready
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type != "cuda" or device == self.device:
+            return nullcontext()
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._sides[device])
 
     def wait(self) -> None:
         """A full queue is what a target thread should see: it is ahead."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from dflash_lib.per_thread import PerThreadGlobals
 from dflash_lib.rewriting import UnknownInternals
@@ -29,7 +29,6 @@ class Outcome:
     attempts: int = 0
     detail: str = ""
     seconds: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Hazard(ABC):

@@ -281,9 +281,9 @@ class CudagraphTrees(Hazard):
                 )
 
         def transform(definition: ast.FunctionDef, constant: Constant) -> None:
-            names = [ast.Name(argument.arg, ast.Load()) for argument in definition.args.args]
+            names: list[ast.expr] = [ast.Name(argument.arg, ast.Load()) for argument in definition.args.args]
             function = ast.Attribute(constant(), "__call__", ast.Load())
-            call = ast.Expr(ast.Call(func=function, args=list(names), keywords=[]))
+            call = ast.Expr(ast.Call(func=function, args=names, keywords=[]))
             definition.body.insert(0, ast.copy_location(call, definition.body[0]))
 
         rewrite(self, cudagraph_trees.get_obj, transform, refuse)

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_json, write_status
+from .atomic import write_json
+from .run_folder import RUN_DIR_VARIABLE, json_or_none, read_status, run_state, write_status
 
 
 class NotebookFailed(RuntimeError):
@@ -64,7 +65,7 @@ def execute(
     # papermill warns about every parameter that the tagged cell lacks; RunConfig refuses the wrong ones by name.
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
-        with _progress(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
+        with progress_bar(folder, Path(notebook).stem) if progress else contextlib.nullcontext():
             papermill.execute_notebook(
                 notebook,
                 output,
@@ -114,7 +115,7 @@ def _end(folder: Path, state: str, begun: float, error: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def _progress(folder: Path, title: str) -> Iterator[None]:
+def progress_bar(folder: Path, title: str) -> Iterator[None]:
     """Keeps a :class:`RunProgress` up to date from a thread of its own."""
     ended = threading.Event()
     bar = RunProgress(folder, title)
@@ -157,7 +158,7 @@ class RunProgress:
         for event in self._tail.poll():
             if event.get("kind") == "step" and isinstance(event.get("step"), int):
                 if self._bar.total is None:
-                    self._bar.total = (read_json(self.run_dir / "config.json") or {}).get("steps")
+                    self._bar.total = (json_or_none(self.run_dir / "config.json") or {}).get("steps")
                 if isinstance(event.get("loss"), int | float):
                     self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
                 self._bar.update(max(0, event["step"] - self._bar.n))
@@ -196,7 +197,7 @@ class Tail:
 
 def main(run_dir: Path) -> int:
     """A sweep's child: runs what ``launch.json`` in the run folder says. Returns the exit code."""
-    plan: dict[str, Any] = read_json(run_dir / "launch.json") or {}
+    plan: dict[str, Any] = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))
     write_json(run_dir / "launch.json", {**plan, "pid": os.getpid()})
     try:
         execute(plan["notebook"], plan["parameters"], run_dir)

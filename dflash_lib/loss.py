@@ -21,10 +21,10 @@ from torch.nn import functional
 from dflash_lib.config import ConfigError
 from dflash_lib.head import Head
 
-Objective = Literal["ce", "dpace", "forward_kl", "reverse_kl", "tv"]
 OBJECTIVES: tuple[str, ...] = ("ce", "dpace", "forward_kl", "reverse_kl", "tv")
 NEED_TARGET = frozenset({"forward_kl", "reverse_kl", "tv"})
-# Most logits of one chunk: 768 MiB in bfloat16 on a GPU; on a CPU 64 MiB in float32, a few times over.
+# Most logits of one chunk: 768 MiB in bfloat16 on a GPU. On a CPU 64 MiB in float32, a few times over: small chunks
+# stay nearer to its caches, and every lane needs its own.
 CHUNK_LOGITS = {"cuda": 3 * 2**27, "cpu": 2**24}
 
 
@@ -89,8 +89,8 @@ def drafter_loss(
         raise ConfigError(f"objective: {objective!r} is not one of {', '.join(OBJECTIVES)}")
     if label_source not in ("text", "argmax"):
         raise ConfigError(f"label_source: {label_source!r} is not 'text' or 'argmax'")
-    teacher = target_hidden if objective in NEED_TARGET or label_source == "argmax" else None
-    if teacher is None and (objective in NEED_TARGET or label_source == "argmax"):
+    teacher = target_hidden if needs_target(objective, label_source) else None
+    if teacher is None and needs_target(objective, label_source):
         raise ConfigError(f"target_hidden: objective {objective!r} with {label_source!r} labels needs it")
     blocks = hidden.shape[0] * hidden.shape[1] // block_size
 
@@ -114,6 +114,11 @@ def drafter_loss(
         options,
     )
     return LossResult(loss_sum, weight_sum, correct, counted)
+
+
+def needs_target(objective: str, label_source: str) -> bool:
+    """Whether the target's own logits are part of the loss, so that ``target_hidden`` must be given."""
+    return objective in NEED_TARGET or label_source == "argmax"
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from tqdm import tqdm
 
+from dflash_lib.atomic import replace_folder
 from dflash_lib.errors import UserError
 
 NAME = "smollm2"
@@ -110,7 +110,7 @@ def _only_one(lock: Path, progress: bool) -> Iterator[None]:
 
 def _remove_leftovers(root: Path, done: Path) -> None:
     """Whatever a killed conversion left, and a finished folder that was damaged since."""
-    for left in root.glob(f".{done.name}-*"):
+    for left in root.glob(f".{done.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
     if done.exists():
         shutil.rmtree(done)
@@ -129,21 +129,21 @@ def _convert(source: Path, done: Path, progress: bool) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    making = Path(tempfile.mkdtemp(prefix=f".{done.name}-", dir=done.parent))
-    try:
-        with tqdm(total=3, desc="preparing smollm2 (once)", unit="part", disable=not progress) as bar:
-            bar.set_postfix_str("tokenizer")
-            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-            bar.update()
-            bar.set_postfix_str("weights")
-            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-            bar.update()
-            bar.set_postfix_str("writing")
-            weights = {
-                name: tensor.detach().contiguous()
-                for name, tensor in model.state_dict().items()
-                if not (model.config.tie_word_embeddings and name == "lm_head.weight")
-            }
+    with tqdm(total=3, desc="preparing smollm2 (once)", unit="part", disable=not progress) as bar:
+        bar.set_postfix_str("tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        bar.update()
+        bar.set_postfix_str("weights")
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        bar.update()
+        bar.set_postfix_str("writing")
+        weights = {
+            name: tensor.detach().contiguous()
+            for name, tensor in model.state_dict().items()
+            if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+        }
+
+        def write(making: Path) -> None:
             save_file(weights, str(making / "model.safetensors"), metadata={"format": "pt"})
             tokenizer.save_pretrained(making)
             _name_tokenizer_for_all(making / "tokenizer_config.json")
@@ -151,14 +151,9 @@ def _convert(source: Path, done: Path, progress: bool) -> None:
             (making / "config.json").write_text(json.dumps(_plain_config(model.config.to_dict()), indent=2) + "\n")
             noted = {"source": source.name, "bytes": (making / "model.safetensors").stat().st_size}
             (making / "made.json").write_text(json.dumps(noted) + "\n", encoding="utf-8")
-            for file in making.iterdir():
-                _flush(file)
-            making.replace(done)
-            _flush(done.parent)
-            bar.update()
-    except BaseException:  # Ctrl-C too: nothing half-made stays
-        shutil.rmtree(making, ignore_errors=True)
-        raise
+
+        replace_folder(done, write)
+        bar.update()
 
 
 def _plain_config(config: dict[str, object]) -> dict[str, object]:
@@ -181,11 +176,3 @@ def _name_tokenizer_for_all(file: Path) -> None:
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

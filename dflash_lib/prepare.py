@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, collective, data, runs
+from . import checkpoint, collective, data, feature_cache, runs
 from . import target as targets
 from .collective import Team
 from .config import ConfigError, RunConfig
 from .drafter import DrafterConfig
-from .features import Ends
+from .feature_cache import Cached, FeatureCache
+from .features import Ends, Own
+from .loss import needs_target
 from .target import Target
 
 
@@ -60,10 +62,8 @@ def target_devices(config: RunConfig) -> list[torch.device]:
     """Devices of dedicated target threads; none in the other modes.
 
     Raises:
-        ConfigError: a device that is not there, or a mode that does not exist yet.
+        ConfigError: a device that is not there.
     """
-    if config.target_mode == "cached":
-        raise ConfigError("target_mode: 'cached' does not exist yet; use 'shared' or 'dedicated'")
     return check_devices("target_devices", config.target_devices) if config.target_devices else []
 
 
@@ -74,13 +74,18 @@ def demo_devices(lanes: int = 3) -> list[str] | str:
 
 
 def check_backend(name: str) -> None:
-    """Raises ConfigError where torch.compile knows no such backend."""
-    from torch._dynamo import list_backends
+    """Loads a backend of torch.compile, so that threads find it loaded: torch fails where two of them load it at once.
+
+    Raises:
+        ConfigError: torch.compile knows no such backend.
+    """
+    from torch._dynamo import list_backends, lookup_backend
 
     known = list_backends(None)
     if name not in known:
         usual = ", ".join(backend for backend in ("inductor", "aot_eager", "eager") if backend in known)
         raise ConfigError(f"backend: torch.compile has no {name!r}; use {usual}")
+    lookup_backend(name)
 
 
 @dataclass
@@ -96,11 +101,20 @@ class Ready:
     prompts: list[list[int]]
     warm: dict[str, torch.Tensor] | None = None
     resumed: list[dict[str, Any]] = field(default_factory=list)  # of each worker; empty: a new run
+    cache: FeatureCache | None = None
 
     @property
     def first_step(self) -> int:
         """Optimizer steps finished before this run goes on."""
         return int(self.resumed[0]["replica"]["step"]) if self.resumed else 0
+
+    def source(self, config: RunConfig, device: torch.device) -> Own | Cached | None:
+        """Where one drafter thread's features come from; None: from a target thread."""
+        if self.cache is not None:
+            return Cached(self.cache, device)
+        if config.target_mode == "shared":
+            return Own(self.on_device[device], needs_target(config.objective, config.label_source))
+        return None
 
     def stream(self, config: RunConfig, team: Team, index: int, seed: int) -> data.RowStream:
         """The rows of every step of a team; a function of the step, so its threads share one.
@@ -160,11 +174,14 @@ def load(
             thinking=config.thinking,
             heldout=heldout,
         )
-    on_device = {place: target.to(place) for place in dict.fromkeys(target_places or places)}
+    running = target_places or places
+    if config.target_mode == "cached":  # only what evaluates needs a whole target; on a CPU it is there already
+        running = places[:1] if config.evaluate_every or places[0] == target.device else []
+    on_device = {place: target.to(place) for place in dict.fromkeys(running)}
     for place in on_device:
         if place.type == "cuda":
             torch.cuda.synchronize(place)  # threads read the weights on streams of their own
-    drafter = DrafterConfig.from_target(on_device[(target_places or places)[0]], config)
+    drafter = DrafterConfig.from_target(target, config, places[0])
     if target.dtype == torch.float64:  # proofs run in double precision from end to end
         drafter = dataclasses.replace(drafter, dtype=torch.float64)
     ready = Ready(
@@ -180,7 +197,18 @@ def load(
     if config.warm_start:
         loaded = checkpoint.load(config.warm_start, target=target)
         ready.warm = {name: tensor.detach() for name, tensor in loaded.named_parameters()}
+    if config.target_mode == "cached":
+        ready.cache = _cache(config, ready, places)
     return ready
+
+
+def _cache(config: RunConfig, ready: Ready, places: list[torch.device]) -> FeatureCache:
+    stream = data.RowStream(
+        ready.dataset, rows_per_lane=config.rows, bucket_lengths=config.bucket_lengths, lengths=ready.buckets
+    )
+    return feature_cache.prepare(
+        config, ready.target, stream, places, needs_target(config.objective, config.label_source)
+    )
 
 
 def resumed(config: RunConfig, workers: int, target: Target | None = None) -> list[dict[str, Any]]:

@@ -254,7 +254,6 @@ class Cell:
                 "costs": self.costs,
                 "stacks": stacks or {},
                 "finished": finished and not stacks,
-                "losses": self.losses if self.spec.get("keep_losses") else {},
             }
         out = Path(self.spec["out"])
         out.with_suffix(".part").write_text(json.dumps({**self.spec["known"], **result}))

@@ -16,27 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from dflash_lib.config import Float, Int, Parameters
-
-if TYPE_CHECKING:
-    from dflash_lib.race_report import about_torch, draw, explain, table
-else:
-    _REPORTS = ("about_torch", "draw", "explain", "table")
-
-    def __getattr__(name: str) -> Any:
-        """What shows results is in :mod:`dflash_lib.race_report`, and loads when asked for."""
-        if name in _REPORTS:
-            from dflash_lib import race_report
-
-            return getattr(race_report, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Race", "Result", "about_torch", "draw", "explain", "run", "table"]
+from dflash_lib.race_report import about_torch, draw, explain, table
 
 __all__ = ["OUTCOMES", "STRATEGIES", "WORKLOADS", "Race", "Result", "about_torch", "draw", "explain", "run", "table"]
 
@@ -77,7 +62,6 @@ class Result:
     costs: dict[str, Any] = field(default_factory=dict)
     features: dict[str, bool] = field(default_factory=dict)  # of this torch, detected
     exit_code: int = 0
-    losses: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def imitated(self) -> bool:

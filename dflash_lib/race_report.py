@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_lib.atomic import replace_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -42,22 +44,29 @@ def errors_in_words(result: Result, names: dict[str, str] | None = None) -> str:
     return ", ".join(f"{count:,} {(names or {}).get(kind, kind)}" for kind, count in counts) or "none"
 
 
-def table(results: Sequence[Result]) -> str:
-    """One line a cell: workload, strategy, outcome, steps, compiles, errors by kind, leaks, seconds."""
-    rows = [("workload", "strategy", "outcome", "steps", "compiles", "errors by kind", "leaks", "seconds")]
+def table(results: Sequence[Result], *, folded: bool = False) -> str:
+    """One line a cell: workload, strategy, outcome, steps, compiles, seconds, errors by kind, leaks.
+
+    Args:
+        folded: for a notebook's page: each error and each leak on a line of its own, in one column.
+    """
+    seen_as = ("errors by kind, leaks",) if folded else ("errors by kind", "leaks")
+    rows: list[tuple[str, ...]] = [("workload", "strategy", "outcome", "steps", "compiles", "seconds", *seen_as)]
     for result in results:
-        rows.append(
-            (
-                result.workload + (" (imitated)" if result.imitated else ""),
-                result.strategy,
-                result.outcome,
-                f"{result.steps_done:,}/{result.steps_planned:,}",
-                f"{result.compiles:,}",
-                errors_in_words(result),
-                leaks_in_words(result),
-                f"{result.seconds:.1f}",
-            )
+        numbers = (
+            result.workload + (" (imitated)" if result.imitated else ""),
+            result.strategy,
+            result.outcome,
+            f"{result.steps_done:,}/{result.steps_planned:,}",
+            f"{result.compiles:,}",
+            f"{result.seconds:.1f}",
         )
+        seen = errors_in_words(result), leaks_in_words(result)
+        if folded:
+            each = [item for words in seen if words != "none" for item in words.split(", ")] or ["none"]
+            rows += [(*numbers, each[0]), *(("",) * 6 + (item,) for item in each[1:])]
+        else:
+            rows.append((*numbers, *seen))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
@@ -270,6 +279,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             ax.spines[["top", "right"]].set_visible(False)
     for row, limit in enumerate((100, 100, 130, None)):
         axes[row][0].set_xlim(0, limit)
+        if limit:  # shares end at 100; what is right of it is room for words
+            axes[row][0].set_xticks(range(0, 101, 20))
     for column, workload in enumerate(workloads):
         imitated = any(result.imitated for result in results if result.workload == workload)
         axes[0][column].set_title(workload.replace("_", " ") + ("\n(CPU twin)" if imitated else ""), fontsize=10)
@@ -283,11 +294,11 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
         title=f"worst outcome of the cell; torch {results[0].torch if results else ''}, "
         f"{results[0].threads if results else 0} threads on {results[0].device if results else ''}",
     )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.tight_layout(rect=(0, 0.7 / figure.get_figheight(), 1, 1))  # the legend's two lines below
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
-    return target
+    form = target.suffix.removeprefix(".")
+    return replace_file(target, lambda temporary: figure.savefig(temporary, dpi=120, format=form))
 
 
 def _seen(result: Result) -> float:

@@ -2,8 +2,8 @@
 
 A workload has *lanes* (threads that do steps) and *tracers* (threads that trace without end while the lanes run). The
 lanes' work is that of a drafter in small: a compiled attention whose row length changes, an eager module around it,
-a backward, default AdamW. On CUDA the attention is ``flex_attention``; on a CPU, where it has no backward, it is
-``scaled_dot_product_attention`` with the same causal rule as a dense mask (compile_threads.md, point 10).
+a backward, default AdamW. On CUDA the attention is ``flex_attention``; on a CPU, where that has no backward (an error
+from torch 2.11 on), it is ``scaled_dot_product_attention`` with the same causal rule as a dense mask.
 """
 
 from __future__ import annotations

@@ -42,27 +42,38 @@ ADVICE = {
     "requires_grad": "the same input came with and without grad: detach it, or keep training and evaluation apart",
     "device": "one code object serves several devices: give each thread its own (fx_patch.own_entry_point)",
     "dispatch_keys": "another kind of tensor (inference mode, a subclass): create inputs in the mode they are used in",
-    "grad_mode": "called with and without grad: give evaluation an entry point of its own (fx_patch.own_entry_point)",
-    "global_state": "a global setting differs: set it before threads start, start them with fx_patch.run_in_thread",
+    "grad_mode": "called with and without grad, a graph for each: compile evaluation apart, or keep to one mode",
+    "train_mode": "train() and eval() are two graphs: two compiles are normal; more than two: compile evaluation apart",
+    "autocast": "autocast was on in one call and off in another, a graph for each: enter it around every call, or none",
+    "global_state": "a setting of torch changed between calls: set it once, before the first (fx_patch.run_in_thread"
+    " copies it to threads)",
     "constant": "a Python number is baked into the graph: pass it as a tensor, or keep it the same",
+    "flag": "a flag or mode is baked into the graph, a graph for each value: keep it, or compile each value apart",
+    "attribute": "a number kept on an object is baked into the graph: keep it in a tensor (register_buffer), or count"
+    " outside",
+    "global": "a global variable is baked into the graph: pass it as an argument (a number as a tensor) or set it once",
+    "item": "a number taken out of a tensor (.item()) is baked in after a graph break: keep it a tensor",
     "shape_guard": "a dynamic size left the range the graph holds for: pad to buckets, or mark_dynamic with a max",
-    "type": "an argument changed its type (a block mask or None?): an entry point for each of the two",
+    "type": "an argument changed its type (a tensor or None?): an entry point for each of the two",
     "object": "another object of the same kind was passed: keep one alive and reuse it, or pass its values as tensors",
     "deallocated": "the model this was compiled for is gone: keep it alive, or give the new one its own function",
     "aliasing": "the same tensor was passed twice, or no longer is: clone one of them",
     "structure": "a list or dict changed its length or keys: keep its structure fixed, or unpack it before the call",
     "backend": "torch.compile was called again with another backend object: compile once, outside the loop",
     "race": "several threads compiled the same thing at once: give each its own code object (fx_patch.own_entry_point)",
-    "limit": "the cache is full, calls run eagerly: fewer shapes, own code object a thread, or raise recompile_limit",
+    "limit": "the cache is full, calls run eagerly: mend what filled it, or raise torch._dynamo.config.recompile_limit",
     "graph_break": "Dynamo cannot trace this frame: fullgraph=True names the line, torch.compiler.disable exempts it",
     "failed": "the compile failed: read its error; TORCHDYNAMO_VERBOSE=1 shows where",
     "other": "TORCH_LOGS=recompiles shows every guard that failed",
 }
 
 
-def advice(kind: str) -> str:
-    """One line of advice for a kind of reason."""
-    return ADVICE.get(kind, ADVICE["other"])
+def advice(kind: str, guard: str | None = None) -> str:
+    """One line of advice for a kind of reason; with the guard it names the tensor and the dimension."""
+    text = ADVICE.get(kind, ADVICE["other"])
+    if kind == "size" and (match := re.fullmatch(r"([\w.\[\]'\"]+): size\[(\d+)\]", guard or "")):
+        return text.replace("mark_dynamic", f"mark_dynamic({match[1]}, {match[2]})")
+    return text
 
 
 _MISMATCH = re.compile(
@@ -70,7 +81,11 @@ _MISMATCH = re.compile(
     r" mismatch(?: at index (?P<index>\d+))?\. [Ee]xpected (?:device index to be |requires_grad=)?(?P<expected>.+?)"
     r"[,.] (?:but got |actual |Actual |got )(?:requires_grad=)?(?P<actual>[^\n]+)",
 )
+_NOT_TYPE = re.compile(r"expected type of '(?P<name>.*?)' to be (?P<expected>.+?),\s*'?\s*but found (?P<actual>.+)")
 _SIZE = re.compile(r"[A-Za-z_][\w.\[\]'\"]*\.(?:size|stride)\(\)\[\d+\]|[A-Za-z_][\w.\[\]'\"]*\.storage_offset\(\)")
+_ENTRY = re.compile(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*")  # the cache entry that did not fit
+_LOCAL = re.compile(r"\bL\[\s*['\"](\w+)['\"]\s*\]")  # Dynamo's name for the local variables of the frame
+_GLOBAL = re.compile(r"^G\['(\w+)'\]")  # Dynamo's name for the global variables of the frame
 _KINDS = {"dispatch key set": "dispatch_keys", "device index": "device"}
 _SOURCE = re.compile(r"#\s*(?P<source>\S[^#\n]*?:\d+) in [^#\n]+$")
 _STACK = re.compile(r'User stack trace:\s*\n\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
@@ -84,12 +99,13 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
         value: gives the present value of an expression of the compiled frame (see :func:`frame_value`), as text;
             Dynamo's own text has only what was expected of Python values.
     """
-    text = re.sub(r"^\s*\[?!?\d+/\d+(_\d+)?\]?:\s*", "", text).strip()
-    text = re.sub(r"\bL\[\s*['\"](\w+)['\"]\s*\]", r"\1", text)  # Dynamo's name for the local variables
+    text = _ENTRY.sub("", text).strip()
+    if "L[" in text:
+        text = _LOCAL.sub(r"\1", text)
     head = text.split("\nUser stack trace:", 1)[0]
     body, _, comment = head.partition("  #")
     body = body.strip()
-    source = _source(text, "#" + comment if comment else head)
+    source = _source(text, "#" + comment if comment else head) if "#" in head or "User stack" in text else None
 
     def reason(kind: str, guard: str | None = body, expected: str | None = None, actual: str | None = None) -> Reason:
         return Reason(kind, text, guard, expected, actual, source)
@@ -100,9 +116,16 @@ def parse(text: str, value: Callable[[str], str | None] | None = None) -> Reason
         what, index = match["what"], match["index"]
         guard = f"{match['name'] or 'tensor'}: {what}" + (f"[{index}]" if index else "")
         return reason(_KINDS.get(what, what), guard, match["expected"].strip(), match["actual"].strip())
+    if match := re.match(r"tensor '(.*?)' requires_grad mismatch\. expected requires_grad=(0|1)$", body):
+        wanted = match[2] == "1"
+        return reason("requires_grad", f"{match[1]}: requires_grad", str(wanted), str(not wanted))
+    if match := _NOT_TYPE.match(body):
+        return reason("type", f"type({match['name']})", _class_name(match["expected"]), _class_name(match["actual"]))
     if body.startswith("GLOBAL_STATE changed"):
         names = body.partition(":")[2].split()
         kind = "grad_mode" if names == ["grad_mode"] else "global_state"
+        if names and all(name.startswith("autocast") for name in names):
+            kind = "autocast"
         now = value(f"<global>.{names[0]}") if value and names else None
         before = {"True": "False", "False": "True"}.get(now or "")
         return reason(kind, " ".join(names) or "global state", before, now)
@@ -137,16 +160,51 @@ def _expression(body: str, reason: Callable[..., Reason], value: Callable[[str],
         if isinstance(tree.left, ast.Constant) and not isinstance(tree.comparators[0], ast.Constant):
             left, right = right, left
         if isinstance(tree.ops[0], (ast.Eq, ast.NotEq)):
-            kind = "structure" if left.startswith(("len(", "list(dict.keys(", "tuple.__iter__")) else "constant"
-            expected = right if isinstance(tree.ops[0], ast.Eq) else f"not {right}"
-            return reason(kind, body, expected, now(left))
+            # Of a dict's length Dynamo writes what is wrong ("len(d) != 2"), of all else what was expected.
+            same = isinstance(tree.ops[0], ast.Eq) or left.startswith("len(")
+            return reason(_kind_of(left, right), body, right if same else f"not {right}", now(left))
         if isinstance(tree.ops[0], (ast.Is, ast.IsNot)):
             kind = "type" if right == "None" else "object"
             return reason(kind, body, right if isinstance(tree.ops[0], ast.Is) else f"not {right}", now(left))
         return reason("constant", body, body, _pair(left, now(left)))
     if body.startswith(("not ", "___", "hasattr", "isinstance", "len(")) or isinstance(tree, ast.Call):
         return reason("structure" if "len" in body or "keys" in body else "object")
-    return reason("constant" if isinstance(tree, (ast.Name, ast.Attribute, ast.Subscript)) else "other")
+    return reason("flag" if isinstance(tree, (ast.Name, ast.Attribute, ast.Subscript)) else "other")
+
+
+def _kind_of(name: str, value: str) -> str:
+    """What sort of Python value was compared: a number that was passed, one that an object keeps, a flag, ..."""
+    if name.startswith(("len(", "list(dict.keys(", "tuple.__iter__")):
+        return "structure"
+    if name.endswith(".training"):
+        return "train_mode"
+    if name.startswith("___stack"):
+        return "item"  # Dynamo's name for what is on the stack where it goes on after a graph break
+    if _GLOBAL.match(name):
+        return "global"
+    if not re.fullmatch(r"[-+]?[\d.].*|[-+]?(inf|nan)", value):
+        return "flag"
+    return "attribute" if re.fullmatch(r"\w+(\.\w+|\._modules\['\w+'\])+", name) else "constant"
+
+
+def _class_name(text: str) -> str:
+    """ "<class 'torch.Tensor'>" and "a tensor type" alike: "Tensor"."""
+    if text.strip().startswith("a tensor type"):
+        return "Tensor"
+    return text.strip().removeprefix("<class '").removesuffix("'>").rpartition(".")[2]
+
+
+def changed(guard: str | None, expected: str | None, actual: str | None) -> str | None:
+    """What changed, in a few words: "x: size[1]: 64 -> 96", "global FLAG: True -> False"; None: not known."""
+    if expected is None and actual is None:
+        return None
+    name = guard or ""
+    if expected and name != expected and name.endswith(expected):
+        name = re.sub(r" (==|!=|is) *$", "", name.removesuffix(expected))
+    if name.startswith("G["):
+        name = _GLOBAL.sub(r"global \1", name)
+    shown = f"{name}: " if name and name != expected else ""
+    return f"{shown}{expected or '?'} -> {actual or '?'}"
 
 
 def _pair(name: str, value: str | None) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from dflash_lib.atomic import write_bytes
 from dflash_lib.chat import render, user_header
 from dflash_lib.conversations import Conversation, DataError, Message, read
 from dflash_lib.generation import generate
@@ -278,7 +279,7 @@ class _Work:
 
     def _append(self, entries: list[dict[str, Any]]) -> None:
         with self.path.open("ab") as handle:
-            handle.write(b"".join(json.dumps(entry, ensure_ascii=False).encode() + b"\n" for entry in entries))
+            handle.write(_json_lines(entries))
             handle.flush()
             os.fsync(handle.fileno())
 
@@ -309,9 +310,8 @@ def _prompts(
 
 def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_name(f".{path.name}.{os.getpid()}")
-    with making.open("w", encoding="utf-8", newline="\n") as handle:
-        handle.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        handle.flush()
-        os.fsync(handle.fileno())
-    making.replace(path)
+    write_bytes(path, _json_lines(lines))
+
+
+def _json_lines(values: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in values)

@@ -17,21 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import events
 from .blocks import Blocks
 from .config import RunConfig
-from .drafter import Drafter, layer_forward, sdpa_attention
+from .drafter import Drafter
 from .errors import UserError
 from .head import Head
 from .lanes import own_entry_point
+from .layer import layer_forward, sdpa_attention
 from .loss import LossResult, drafter_loss, loss_chunk
 
-CPU_CHUNK_LOGITS = 2**24  # 64 MiB in float32
-ALIGNMENT = 64  # elements: every parameter starts on a 128-byte border, as compiled kernels and GEMMs like it
+ALIGNMENT = 64  # float32 numbers: every parameter starts on a 256-byte border, as compiled kernels and GEMMs like it
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one optimizer step measured. ``own``: this thread's rows; ``all``: every thread, node and accumulation."""
+    """What one optimizer step measured, of this thread's rows; ``_all``: of every thread, node and accumulation."""
 
     loss: float
     loss_all: float
@@ -49,7 +50,8 @@ class Pending:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
+            self._event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to the others
+            self._event.record(torch.cuda.current_stream(values.device))
         else:
             self._values = values.clone()
 
@@ -179,40 +181,34 @@ class Replica:
 
         Shapes are those of :class:`~dflash_lib.drafter.Drafter` and :func:`~dflash_lib.loss.drafter_loss`.
         """
-        hidden = self.drafter(
-            features,
-            block_embeddings,
-            context_positions,
-            blocks.positions,
-            mask,
-            layer=self.layer,
-            attention=self.attention,
-        )
-        result = drafter_loss(
-            hidden,
-            head,
-            blocks.labels,
-            blocks.weights,
-            block_size=blocks.block_size,
-            objective=self.config.objective,
-            alpha=self.config.dpace_alpha,
-            target_hidden=target_hidden,
-            label_source=self.config.label_source,
-            chunk=self.chunk,
-            chunk_blocks=self._chunk_blocks(head),
-        )
-        result.loss_sum.backward()
+        with events.planned(f"length {features.shape[1]}" if self.config.bucket_lengths else None):
+            hidden = self.drafter(
+                features,
+                block_embeddings,
+                context_positions,
+                blocks.positions,
+                mask,
+                layer=self.layer,
+                attention=self.attention,
+            )
+            result = drafter_loss(
+                hidden,
+                head,
+                blocks.labels,
+                blocks.weights,
+                block_size=blocks.block_size,
+                objective=self.config.objective,
+                alpha=self.config.dpace_alpha,
+                target_hidden=target_hidden,
+                label_source=self.config.label_source,
+                chunk=self.chunk,
+            )
+            result.loss_sum.backward()
         with torch.no_grad():
             measured = torch.stack([result.loss_sum.detach(), result.weight_sum]).to(self._own.dtype)
             self._own += measured
             self._tail += torch.cat([measured, result.correct.to(measured), result.counted.to(measured)])
         return result
-
-    def _chunk_blocks(self, head: Head) -> int | None:
-        """On a CPU small chunks: they stay in its caches, and every lane's logits lie in the same memory."""
-        if self.device.type != "cpu":
-            return None
-        return max(1, CPU_CHUNK_LOGITS // (head.vocab_size * (self.config.block_size - 1)))
 
     @torch.no_grad()
     def update(self) -> Pending:

@@ -9,15 +9,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .atomic import replace_file
 from .config import ConfigError
 from .events import read
-from .run_folder import read_json, read_status, run_state
+from .run_folder import json_or_none, read_status, run_state
+from .timeline_style import scale
 
 if TYPE_CHECKING:
     import polars
 
 Runs = str | os.PathLike[str] | Iterable[str | os.PathLike[str] | Mapping[str, Any]]
 LAST = 10  # steps that a run's final loss is the mean of, as is its first
+_UNITS = {
+    "loss": "loss, nats a token",
+    "loss_all": "loss of all threads, nats a token",
+    "loss_first": "loss of the first steps, nats a token",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm, before clipping",
+    "compile_seconds": "seconds of compiling",
+    "wait_seconds": "seconds of waiting for other threads' compiles",
+    "tokens_per_s": "tokens a second",
+}
 _COLOURS = ("#3d8bd4", "#d9822b", "#1f9e7a", "#c76bb0", "#8a7be0", "#a8932a", "#d3574e", "#5aa6b8")
 
 
@@ -31,7 +43,7 @@ def folders(runs: Runs) -> list[Path]:
         folder = Path(runs)
         if _is_run(folder):
             return [folder]
-        plan = read_json(folder / "sweep.json")
+        plan = json_or_none(folder / "sweep.json")
         if isinstance(plan, dict):
             return [folder / run["run"] for run in plan["runs"]]
         found = sorted(f for f in folder.glob("*/") if _is_run(f))
@@ -68,9 +80,14 @@ def summary(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "run": folder.name,
         "state": run_state(folder),
         "step": last,
+        "loss": _mean(e.get("loss") for e in steps if e["step"] > last - LAST),
+    }
+    acceptance = json_or_none(folder / "acceptance.json") or {}
+    for part in acceptance.get("sets", ()):
+        row[f"tau_{part['name']}"], row[f"speedup_{part['name']}"] = part.get("tau_mean"), part.get("speedup")
+    row |= {
         "threads": len({(e["node"], e["thread"]) for e in steps}),
         "loss_first": _mean(e.get("loss") for e in steps if e["step"] < first + LAST),
-        "loss": _mean(e.get("loss") for e in steps if e["step"] > last - LAST),
         "tokens_per_s": tokens / wall if wall > 0 else None,
         "seconds": max((e["t"] for e in events), default=None),
         "compiles": len(compiles),
@@ -78,11 +95,8 @@ def summary(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "compile_seconds": sum(_value(e, "seconds") for e in compiles),
         "wait_seconds": sum(_value(e, "wait_seconds") for e in compiles),
         "alarms": sum(e["kind"] == "alarm" for e in events),
+        "error": f"{error.get('thread')}: {error.get('type')}: {error.get('message')}" if error else None,
     }
-    acceptance = read_json(folder / "acceptance.json") or {}
-    for part in acceptance.get("sets", ()):
-        row[f"tau_{part['name']}"], row[f"speedup_{part['name']}"] = part.get("tau_mean"), part.get("speedup")
-    row["error"] = f"{error.get('thread')}: {error.get('type')}: {error.get('message')}" if error else None
     return row
 
 
@@ -105,10 +119,10 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
 def _settings(folder: Path) -> dict[str, Any]:
     """A run's configuration; for a notebook without one (or a run that never began), its parameters."""
     for name in ("config.json", "parameters.json"):
-        value = read_json(folder / name)
+        value = json_or_none(folder / name)
         if isinstance(value, dict):
             return {n: v for n, v in value.items() if n not in ("run_dir", "resume", "runs_dir")}
-    return (read_json(folder / "launch.json") or {}).get("parameters", {})
+    return (json_or_none(folder / "launch.json") or {}).get("parameters", {})
 
 
 def frame(runs: Runs) -> polars.DataFrame:
@@ -151,10 +165,16 @@ def history(runs: Runs, metric: str = "loss") -> polars.DataFrame:
 
 
 def table(runs: Runs, columns: Sequence[str] | None = None) -> str:
-    """:func:`rows` as aligned plain text; ``columns`` picks some. Columns that are empty everywhere are left out."""
+    """:func:`rows` as aligned plain text; ``columns`` picks some.
+
+    Columns that are empty everywhere are left out; what several runs have in common is said once, below the table.
+    """
     found = _aligned(rows(runs))
-    names = list(columns or [n for n in found[0] if any(row[n] is not None for row in found)])
-    cells = [names, *([_cell(row.get(name)) for name in names] for row in found)]
+    given = [n for n in found[0] if any(row[n] is not None for row in found)]
+    common = {n: found[0][n] for n in given if len(found) > 1 and all(row[n] == found[0][n] for row in found)}
+    names = list(columns or [n for n in given if n not in common])
+    heads = zip(*(_halves(name) for name in names), strict=True)
+    cells = [*map(list, heads), *([_cell(row.get(name)) for name in names] for row in found)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
     numeric = [all(isinstance(row.get(n), int | float | None) for row in found) for n in names]
     lines = [
@@ -163,7 +183,9 @@ def table(runs: Runs, columns: Sequence[str] | None = None) -> str:
         ).rstrip()
         for line in cells
     ]
-    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+    same = "" if columns else ", ".join(f"{name} {_cell(value)}" for name, value in common.items())
+    rule = "-" * max(len(line) for line in lines)
+    return "\n".join([*lines[:2], rule, *lines[2:], *([f"the same in all: {same}"] if same else [])])
 
 
 def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: str | None = None) -> Path:
@@ -192,7 +214,8 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     for (name,), curve in curves.group_by("run", maintain_order=True):
         left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=labels[name])
     left.set_xlabel("optimizer step")
-    left.set_ylabel(metric)
+    left.xaxis.get_major_locator().set_params(integer=True)
+    scale(left, curves[metric].drop_nulls(), _axis(metric))
     left.grid(alpha=0.3)
     if len(numbers) <= 12:
         left.legend(fontsize=7, frameon=False)
@@ -207,10 +230,16 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     right.set_ylim(len(numbers) - 0.5, -0.5)
     right.margins(x=0.25)
     right.grid(axis="y", alpha=0.3)
-    right.set_xlabel(final)
-    path = Path(out)
-    figure.savefig(path, dpi=110)
-    return path
+    right.set_xlabel(_axis(final))
+    form = Path(out).suffix.removeprefix(".")
+    return replace_file(out, lambda temporary: figure.savefig(temporary, dpi=110, format=form))
+
+
+def _axis(column: str) -> str:
+    """A metric, or a column of :func:`rows`, in words with its unit."""
+    kind, _, group = column.partition("_")
+    names = {"tau": "acceptance length, tokens a target pass", "speedup": "speed-up over plain decoding"}
+    return f"{names[kind]} ({group})" if kind in names and group else _UNITS.get(column, column)
 
 
 # --- small things ---------------------------------------------------------------------------------------------------
@@ -237,6 +266,12 @@ def _cell(value: Any) -> str:
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     line = " ".join(str(value).split())
     return line if len(line) <= 60 else line[:59] + "…"
+
+
+def _halves(name: str) -> tuple[str, str]:
+    """A column's name in two lines where it has two parts: ``("tokens", "per_s")``, ``("", "loss")``."""
+    first, _, rest = name.partition("_")
+    return (first, rest) if rest else ("", name)
 
 
 def _labels(names: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A run's folder: its name, its status and its environment, written so that a reader never sees half a file."""
+"""A run's folder: its name, its status and its environment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from .atomic import write_json, write_text
 from .config import ConfigError, RunConfig
 
 State = Literal["running", "completed", "failed", "stopped"]
@@ -29,32 +29,7 @@ _VARIABLES = ("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "CUDA_", "N
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes ``value`` as JSON in one step: a temporary file beside it, flushed to disk, then renamed.
-
-    Raises:
-        ValueError: ``value`` holds NaN or an infinity, which JSON cannot carry.
-    """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes ``text`` as UTF-8 in one step; half a surrogate pair becomes a question mark."""
-    file = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(text.encode("utf-8", "replace"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, file)  # noqa: PTH105
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def read_json(path: str | os.PathLike[str]) -> Any | None:
+def json_or_none(path: str | os.PathLike[str]) -> Any | None:
     """What the file holds, or None where it is missing or no JSON (a run that has only begun)."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -153,7 +128,7 @@ def error_record(error: BaseException, thread: str) -> dict[str, str]:
 
 def read_status(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """What ``status.json`` says, letter by letter, or None before a run has begun."""
-    status = read_json(Path(run_dir) / "status.json")
+    status = json_or_none(Path(run_dir) / "status.json")
     return status if isinstance(status, dict) else None
 
 
@@ -232,9 +207,11 @@ def gpus() -> list[dict[str, Any]]:
     """Names and memory from the driver itself: torch is not needed, and no CUDA context is made."""
     try:
         import pynvml
-
+    except ImportError:
+        return []
+    try:
         pynvml.nvmlInit()
-    except Exception:  # no driver, no library: no GPUs
+    except pynvml.NVMLError:  # no driver: no GPUs
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

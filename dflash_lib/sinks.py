@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from .config import ConfigError
 from .events import read
-from .run_folder import read_json
+from .run_folder import json_or_none
 
 _STEP = ("loss", "grad_norm", "lr", "seconds")
+_ACCEPTANCE = ("tau_mean", "tau_pooled", "speedup")
 
 
 class Sink(Protocol):
@@ -77,7 +78,7 @@ class Trackio:
 
 class Numbers:
     """Events as named numbers: ``loss/drafter-0``, ``tokens_per_s/drafter-0``, ``compile_seconds/drafter-0`` (so far),
-    ``acceptance/tau_mean``. Keeps what has to be summed."""
+    ``tau_mean/heldout``. Keeps what has to be summed."""
 
     def __init__(self) -> None:
         self._compile_seconds: dict[str, float] = {}
@@ -98,8 +99,7 @@ class Numbers:
             total = self._compile_seconds.get(thread, 0.0) + event["seconds"]
             found[f"compile_seconds/{thread}"] = self._compile_seconds[thread] = total
         elif kind == "evaluation":
-            names = ("tau_mean", "tau_pooled", "speedup", "simulated_tau")
-            found = {f"acceptance/{name}": event.get(name) for name in names}
+            found = {f"{name}/{one['name']}": one.get(name) for one in event.get("sets") or () for name in _ACCEPTANCE}
         numbers = {n: float(v) for n, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         return numbers, step
 
@@ -144,7 +144,7 @@ def export(run_dir: str | os.PathLike[str], sink: Sink) -> int:
     Times on the viewer's clock are the run's: its start is that of ``status.json``, else now.
     """
     folder = Path(run_dir)
-    started = (read_json(folder / "status.json") or {}).get("started")
+    started = (json_or_none(folder / "status.json") or {}).get("started")
     begun = _seconds(started) if isinstance(started, str) else time.time()
     numbers, written = Numbers(), 0
     for event in read(folder / "events.jsonl"):

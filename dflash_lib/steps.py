@@ -8,7 +8,6 @@ otherwise broken by any unsafe call in any thread).
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +31,6 @@ class TargetStep:
         slides = bool(window) and getattr(config, "use_sliding_window", True) is not False
         self._sliding = int(window or 0) if slides and (not kinds or "sliding_attention" in kinds) else None
         self._by_kind = "sliding_attention" in kinds
-        # transformers 5.2x renames past_key_values to cache; both spellings mean this argument.
-        names = inspect.signature(target.decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
 
     @torch.no_grad()
     def forward(self, ids: Tensor, positions: Tensor, window: int, *, features: bool) -> tuple[Tensor, Tensor | None]:
@@ -45,7 +41,7 @@ class TargetStep:
             "position_ids": positions,
             "attention_mask": self._mask(positions, window),
             "use_cache": True,
-            self._cache_name: self.cache,
+            self.target.cache_name: self.cache,
         }
         if not features:
             return self.target.decoder(**given).last_hidden_state, None

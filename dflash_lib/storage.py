@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and tensors that are read only when their file is sound.
+"""The files of a checkpoint: tensors that are read only when their file is sound, and JSON objects.
 
 A leaf under :mod:`dflash_lib.checkpoint` and :mod:`dflash_lib.exchange`. Nothing here unpickles.
 """
@@ -6,11 +6,8 @@ A leaf under :mod:`dflash_lib.checkpoint` and :mod:`dflash_lib.exchange`. Nothin
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_lib.atomic import replace_file
 from dflash_lib.errors import UserError
 
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -33,7 +31,7 @@ def read_tensors(path: Path, *, with_metadata: bool = False) -> Any:
     Raises:
         CheckpointError: file name and kind of fault: missing, empty, cut short, impossible header, wrapped names.
     """
-    header = _sound_header(path)
+    header = sound_header(path)
     for name in header:
         for prefix in WRAPPERS:
             if prefix in name:
@@ -48,8 +46,12 @@ def read_tensors(path: Path, *, with_metadata: bool = False) -> Any:
     return (tensors, header.get("__metadata__") or {}) if with_metadata else tensors
 
 
-def _sound_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose length fits what the header says."""
+def sound_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file whose length fits what the header says.
+
+    Raises:
+        CheckpointError: it is missing, or not such a file.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -85,14 +87,8 @@ def _sound_header(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file under a temporary name, flushes it and renames it."""
+    """Writes a safetensors file, whole or not at all."""
     replace_file(path, lambda temporary: save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})}))
-
-
-def write_json(document: Any, path: Path) -> None:
-    """Writes JSON under a temporary name, flushes it and renames it. NaN and infinity are refused."""
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,41 +106,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: holds a {type(document).__name__}, not an object")
     return document
-
-
-def replace_folder(path: Path, write: Callable[[Path], None]) -> Path:
-    """Lets ``write`` fill a temporary folder beside ``path``, then puts it in place of ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    old = temporary.with_suffix(".old")
-    temporary.mkdir()
-    try:
-        write(temporary)
-        _flush(temporary)
-        if path.exists():
-            path.replace(old)
-        temporary.replace(path)
-        _flush(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-    return path
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Lets ``write`` fill a temporary file beside ``path``, flushes it, then puts it in place of ``path``."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        write(temporary)
-        _flush(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

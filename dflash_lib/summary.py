@@ -28,11 +28,11 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
 def _losses(log: list[dict[str, Any]]) -> str:
     lines = []
     steps = [event for event in log if event["kind"] == "step" and event.get("loss") is not None]
-    for lane in dict.fromkeys(event["thread"] for event in steps):
+    for lane in sorted({event["thread"] for event in steps}, key=lambda name: (len(name), name)):  # 2 before 10
         own = [event for event in steps if event["thread"] == lane]
         first, last = own[0], own[-1]
         seconds, tokens = sum(e.get("seconds") or 0 for e in own), sum(e.get("tokens") or 0 for e in own)
-        speed = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+        speed = f", {tokens / seconds:,.0f} tokens/s over the run" if seconds else ""
         lines.append(
             f"{lane} on {first['device']}: loss {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at "
             f"step {last['step']}{speed}"
@@ -41,7 +41,7 @@ def _losses(log: list[dict[str, Any]]) -> str:
 
 
 def _acceptance(folder: Path) -> str:
-    found = runs.read_json(folder / "acceptance.json")
+    found = runs.json_or_none(folder / "acceptance.json")
     if not isinstance(found, dict):
         return f"acceptance: not measured yet (python -m dflash_lib evaluate {folder})"
     step = f" of step {found['step']}" if found.get("step") is not None else ""
@@ -64,7 +64,7 @@ def draw_losses(run_dir: str | os.PathLike[str]) -> None:
     folder = Path(run_dir)
     if (folder / "loss.png").exists():
         return
-    config = runs.read_json(folder / "config.json")
+    config = runs.json_or_none(folder / "config.json")
     board = Board(config if isinstance(config, dict) else {})
     for event in events.read(folder / "events.jsonl"):
         board.apply(event)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, evaluate, fx_patch, prepare, runs, summary, timeline
-from .launch import _progress as progress_bar
+from .launch import progress_bar
 from .run_folder import State
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Run:
         self.state: State = "running"
         self.error: BaseException | None = None
         self._failed_in = "main"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in while this thread holds it
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
         self._stop_by: float | None = None
@@ -151,7 +151,8 @@ class Run:
             CheckpointError: the run has left no checkpoint. EvaluationError: there is no held-out prompt.
         """
         config, ready = self.trainer.config, self.trainer.ready
-        device, target = next(iter(ready.on_device.items()))
+        device = next(iter(ready.on_device or ready.ends))
+        target = ready.on_device.get(device) or ready.target.to(device)
         return evaluate.evaluate(
             target,
             checkpoint.load(self.dir, device=device, target=target),
@@ -167,7 +168,8 @@ class Run:
     # --- while it runs --------------------------------------------------------------------------------------------
     def stop_by(self, moment: float) -> None:
         """When a stop becomes hard, on the clock of ``time.monotonic``; an earlier one stays."""
-        self._stop_by = moment if self._stop_by is None else min(moment, self._stop_by)
+        with self._lock:
+            self._stop_by = moment if self._stop_by is None else min(moment, self._stop_by)
 
     def record_failure(self, thread: str, error: BaseException) -> bool:
         """Keeps the first failure; returns whether this one is it."""
@@ -215,6 +217,9 @@ class Run:
             self.state = state
             with suppress(OSError):
                 self._leave_pictures()
+            if not any(thread.is_alive() for thread in self._threads):  # one left behind may still have a word to say
+                with suppress(OSError):
+                    trainer.log.close()
             self._write_status(state)
         except OSError as error:  # the disk is full, the folder gone: whoever waits must hear of it
             self.record_failure("supervisor", error)

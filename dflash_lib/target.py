@@ -34,6 +34,8 @@ from dflash_lib.anatomy import (
 from dflash_lib.blocks import context_positions
 from dflash_lib.sources import dtype_of, place_of, why_not
 
+__all__ = ["Features", "Target", "TargetError", "choose_mask_token", "load", "select_layers"]
+
 
 class Features(NamedTuple):
     """What one forward of the target gives a drafter.
@@ -47,7 +49,8 @@ class Features(NamedTuple):
     last_hidden: Tensor | None
 
 
-_collecting = threading.local()  # .outputs: {layer id: tensor} and .last: layer id to stop after, during a call
+# .call during a call: (layer ids wanted, {layer id: its output}, layer id to stop after or None)
+_collecting = threading.local()
 
 
 class Target:
@@ -144,12 +147,12 @@ class Target:
             last_hidden: also run the remaining layers and return what the head reads.
         """
         device = self.device
-        input_ids = input_ids.to(device)
+        input_ids = input_ids.to(device, non_blocking=True)  # else the host waits for all work queued before it
         mask = None
         if attention_mask is not None:  # padding is a document of its own: transformers' own masks may make NaN of it
-            document_ids = attention_mask.to(device).long() - 1
+            document_ids = attention_mask.to(device, non_blocking=True).long() - 1
         if document_ids is not None:
-            document_ids = document_ids.to(device)
+            document_ids = document_ids.to(device, non_blocking=True)
             mask = self._document_mask(document_ids)
             positions = context_positions(document_ids, *input_ids.T.shape) if positions is None else positions
         if positions is not None:
@@ -224,18 +227,6 @@ class Target:
         moved.head = find_head(moved.model, self.config, self.name)
         return moved
 
-    def require_vocabulary(self, size: int, whose: str) -> None:
-        """A drafter is bound to its target's token ids.
-
-        Raises:
-            TargetError: ``size`` is not this target's vocabulary.
-        """
-        if size != self.vocab_size:
-            raise TargetError(
-                f"{whose}: has a vocabulary of {size}, target {self.name!r} has {self.vocab_size}; "
-                "use the target it was trained for"
-            )
-
     # --- inside -------------------------------------------------------------------------------------------------
     def _document_mask(self, document_ids: Tensor) -> Any:
         """Causal within a document, in the form the family's attention wants; padding sees padding, so no row is
@@ -280,8 +271,6 @@ class Target:
                 "head (weight, bias, scale, soft cap); this family is not supported"
             )
 
-
-__all__ = ["Features", "Target", "TargetError", "choose_mask_token", "load", "select_layers"]
 
 _loading = threading.Lock()  # neither transformers' loaders nor fast tokenizers are thread-safe
 

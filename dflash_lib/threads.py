@@ -22,8 +22,8 @@ from .config import ConfigError, RunConfig
 from .control import Control, Request, Wishes
 from .drafter import Drafter
 from .events import EventLog
-from .features import AHEAD, Fed, Own, TargetWorker
-from .loss import NEED_TARGET
+from .features import AHEAD, Fed, TargetWorker
+from .memory import gpu_gib
 from .replica import Replica, entry_points
 from .summary import summary
 from .supervise import Run
@@ -47,11 +47,8 @@ class DrafterWorker(Worker):
         self.stream, self.place = stream, team.node * team.size + rank
         self.resumed = ready.resumed[index] if ready.resumed else None
         self.ends = ready.ends[device]
-        self.last_hidden = self.config.objective in NEED_TARGET or self.config.label_source == "argmax"
         self.channel = Channel(AHEAD)
-        self.source: Own | Fed = Fed(self.channel, lane, self.wait_for_target)
-        if self.config.target_mode == "shared":
-            self.source = Own(ready.on_device[device], self.last_hidden)
+        self.source = ready.source(self.config, device) or Fed(self.channel, lane, self.wait_for_target)
         self.saved = -1  # step of the last checkpoint
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -77,7 +74,7 @@ class DrafterWorker(Worker):
                 rows=sum(row_id >= 0 for batch in batches for row_id in batch.row_ids),
                 lr=replica.lr,
                 bucket=max(batch.bucket for batch in batches),
-                memory_gib=self.memory_gib(),
+                memory_gib=gpu_gib(self.device),
             )
             self.watch_for_drift(replica)
         self.finish(replica, stopped=wishes.stop)
@@ -128,7 +125,8 @@ class DrafterWorker(Worker):
     def make_replica(self) -> Replica:
         """Drafter, optimizer and entry points of this thread alone; first weights are a function of the seed."""
         ready = self.trainer.ready
-        drafter = Drafter(ready.drafter, seed=self.seed)
+        mask = self.ends.embed(torch.tensor(self.ends.mask_token_id, device=self.device))
+        drafter = Drafter(ready.drafter, seed=self.seed, mask_embedding=mask.float().cpu())
         if ready.warm is not None:
             drafter.load_state_dict(ready.warm, strict=False)
         name = self.lane if self.trainer.number == 1 else f"{self.lane}_run_{self.trainer.number}"
@@ -139,12 +137,6 @@ class DrafterWorker(Worker):
             self.reporter.step = replica.step
         self.reporter.show("running")
         return replica
-
-    def memory_gib(self) -> float | None:
-        """Memory in use on this thread's GPU, by all threads of this process; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        return round(torch.cuda.memory_allocated(self.device) / 2**30, 3)
 
     def finish(self, replica: Replica, *, stopped: bool) -> None:
         self.reporter.flush()
@@ -198,8 +190,12 @@ class DrafterWorker(Worker):
     def evaluate(self, replica: Replica) -> None:
         """Real speculative decoding on held-out prompts, in this thread, with the weights as they are now."""
         self.reporter.flush()
+        if self.team.node > 0:
+            return
         target = self.trainer.ready.on_device.get(self.device)
-        if self.team.node > 0 or target is None:
+        if target is None:
+            message = f"no target on {self.device} to decode with; `python -m dflash_lib evaluate` decodes afterwards"
+            self.log.emit("warning", step=replica.step, request="evaluate", message=message)
             return
         self.reporter.show("running", "evaluating")
         found = evaluate.evaluate(

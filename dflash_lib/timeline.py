@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from . import events as log
+from .atomic import write_bytes
 from .errors import UserError
 from .timeline_build import build
 from .timeline_model import Compile, Lane, Offender, Timeline
@@ -33,6 +34,7 @@ __all__ = [
     "compare",
     "draw",
     "draw_all",
+    "exempt",
     "fail_after_step",
     "from_events",
     "load",
@@ -108,30 +110,55 @@ def draw(source: Source, out: str | os.PathLike[str], *, axis: Axis = "time") ->
         from .timeline_perfetto import trace
 
         data = trace(timeline).encode("ascii")
+    elif not _pictures():
+        raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); .html and .json do not")
     else:
         from .timeline_picture import picture
 
         data = picture(timeline, path.suffix[1:], axis=axis)
-    return write(path, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_bytes(path, data)
 
 
 def draw_all(source: Source, out: str | os.PathLike[str] | None = None, *, axis: Axis = "time") -> list[Path]:
-    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another."""
+    """Draws timeline.png, .svg, .html and .trace.json of a run, into its folder unless ``out`` names another.
+
+    Without matplotlib, which the core does not need, the page and the trace alone.
+    """
     if out is None:
         if isinstance(source, Timeline):
             raise TimelineError("draw_all: name the folder to draw into (out=...)")
         out = Path(source) if Path(source).is_dir() else Path(source).parent
     timeline = load(source)
-    return [draw(timeline, Path(out) / name, axis=axis) for name in OUTPUTS]
+    return [draw(timeline, Path(out) / name, axis=axis) for name in (OUTPUTS if _pictures() else OUTPUTS[2:])]
+
+
+def _pictures() -> bool:
+    """Whether matplotlib is there: the workspace's core, and who only records compiles, do without it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def fail_after_step(source: Source, step: int) -> list[Offender]:
     """What recompiled after this step, the most wasteful first; empty is good.
 
     A compile belongs to the step in whose course it happened (from 1). Counted are recompiles, race duplicates, eager
-    fallbacks and failures; a new function's first compile is not one. A log without steps counts as one step.
+    fallbacks and failures; a new function's first compile is not one, nor is a planned one (a length that had been
+    announced). A log without steps counts as one step.
     """
     return load(source).offenders(after_step=step)
+
+
+def exempt(source: Source, step: int) -> str | None:
+    """What :func:`fail_after_step` has passed over, in words, for whoever relies on it; None: nothing."""
+    timeline = load(source)
+    if step > 0 and timeline.compiles and all(c.step is None for c in timeline.compiles):
+        return "this log has no steps, so everything counts as step 1: only --fail-after-step 0 can find anything"
+    planned = sum(c.cls == "planned" and (c.step or 1) > step for c in timeline.compiles)
+    return f"{planned} planned compile{'s' * (planned > 1)} after step {step} did not count" if planned else None
 
 
 def compare(a: Source, b: Source) -> Comparison:
@@ -160,24 +187,9 @@ def summary(source: Source) -> str:
     if len(timeline.lanes) > 16:
         lines.append(f"... and {len(timeline.lanes) - 16} more threads")
     wasted = sum(lane.wasted for lane in timeline.lanes)
-    lines.append(f"wasted in all: {wasted:.2f} s (recompiles, and waiting for other threads' compiles)")
+    lines.append(f"wasted in all: {wasted:.2f} s (avoidable compiles, and waiting for them)")
     if offenders := timeline.offenders():
         lines += ["", "worst offenders:", *(f"  {offender}" for offender in offenders[:5])]
     if timeline.unreadable:
         lines += ["", f"{timeline.unreadable} lines of the log could not be read"]
     return "\n".join(lines)
-
-
-def write(path: Path, data: bytes) -> Path:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

@@ -9,9 +9,10 @@ import re
 import sys
 from collections.abc import Iterable
 
+import numpy as np
+
 from . import events as log
 from . import reasons
-from .compile_metrics import PARTS
 from .timeline_model import NEEDED, Compile, Lane, Timeline
 
 LONGEST = 1e9  # seconds; a time beyond 30 years is none
@@ -48,6 +49,8 @@ def build(events: Iterable[log.Event], name: str, unreadable: int = 0) -> Timeli
         ordered[key].compiles.append(_compile(event, index[key], ordered[key]))
     for lane in ordered.values():
         _no_overlap(lane)
+    for node in {lane.node for lane in ordered.values()}:
+        _wait_behind_avoidable([c for lane in ordered.values() if lane.node == node for c in lane.compiles])
     return Timeline(name, list(ordered.values()), settled, unreadable)
 
 
@@ -80,38 +83,43 @@ def _whole(value: object) -> int | None:
 
 
 def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
-    seconds = _seconds(event.get("seconds"), 0.0)
-    start = _seconds(event.get("start"), max(0.0, _seconds(event["t"], 0.0) - seconds))
-    reason = _text(event.get("reason"))
-    kind, guard, source = (_text(event.get(name)) for name in ("reason_kind", "guard", "source"))
-    expected, actual = _text(event.get("expected")), _text(event.get("actual"))
+    get = event.get
+    seconds = _seconds(get("seconds"), 0.0)
+    start = _seconds(get("start"), max(0.0, _seconds(event["t"], 0.0) - seconds))
+    reason, kind, guard, source = (
+        _text(get("reason")), _text(get("reason_kind")), _text(get("guard")), _text(get("source"))
+    )  # fmt: skip
+    expected, actual = _text(get("expected")), _text(get("actual"))
     if reason and kind is None:  # a log of another writer: read the reason here
         parsed = reasons.parse(reason)
         kind, guard, source = parsed.kind, guard or parsed.guard, source or parsed.source
         expected, actual = expected or parsed.expected, actual or parsed.actual
-    cls = _text(event.get("cls")) or "first"
+    cls, planned = _text(get("cls")) or "first", _text(get("planned"))
+    if cls == "recompile" and planned:
+        cls = "planned"
     return Compile(
         lane=lane_index,
         start=start,
         seconds=seconds,
-        wait=_seconds(event.get("wait_seconds"), 0.0),
+        wait=_seconds(get("wait_seconds"), 0.0),
         cls=cls,
-        frame=base_frame(_text(event.get("frame")) or "unknown frame", lane.thread),
-        file=_text(event.get("file")),
-        line=_whole(event.get("line")),
-        compile_id=_text(event.get("compile_id")),
+        frame=base_frame(_text(get("frame")) or "unknown frame", lane.thread),
+        file=_text(get("file")),
+        line=_whole(get("line")),
+        compile_id=_text(get("compile_id")),
         reason=reason,
         kind=kind or ("failed" if cls == "failed" else None),
         guard=guard,
         expected=expected,
         actual=actual,
         source=source,
-        cache_size=_whole(event.get("cache_size")),
-        limit=_whole(event.get("limit")),
+        cache_size=_whole(get("cache_size")),
+        limit=_whole(get("limit")),
         step=event["step"] if event["step"] is not None else _step_of(lane, start),
-        parts=_split(event.get("parts"), seconds),
-        is_recompile=cls not in NEEDED and (cls != "backward" or kind is not None),
+        parts=_split(get("parts"), seconds),
+        avoidable=cls not in NEEDED and (cls != "backward" or (kind is not None and planned is None)),
         begin=start,
+        planned=planned,
     )
 
 
@@ -136,12 +144,14 @@ def _step_of(lane: Lane, t: float) -> int | None:
 def _split(parts: object, seconds: float) -> tuple[float, float, float, float]:
     """Seconds of dynamo, aot, inductor, triton that add up to ``seconds``; what is unaccounted for is Dynamo's."""
     given = parts if isinstance(parts, dict) else {}
-    inner = [_seconds(given.get(part), 0.0) for part in PARTS[1:]]
-    total = sum(inner)
+    aot, inductor, triton = (
+        _seconds(given.get("aot"), 0.0), _seconds(given.get("inductor"), 0.0), _seconds(given.get("triton"), 0.0)
+    )  # fmt: skip
+    total = aot + inductor + triton
     if total > seconds:
-        inner = [part * seconds / total for part in inner]
+        aot, inductor, triton = aot * seconds / total, inductor * seconds / total, triton * seconds / total
         total = seconds
-    return seconds - total, inner[0], inner[1], inner[2]
+    return seconds - total, aot, inductor, triton
 
 
 def _no_overlap(lane: Lane) -> None:
@@ -155,3 +165,19 @@ def _no_overlap(lane: Lane) -> None:
         c.row, c.begin = row, min(c.start, max(c.start - c.wait, free[row], 0.0))
         free[row] = max(free[row], c.end)
     lane.rows = max(1, len(free))
+
+
+def _wait_behind_avoidable(compiles: list[Compile]) -> None:
+    """Of each needed compile's wait, the seconds in which another thread of the process compiled what was avoidable."""
+    spans = np.array(sorted((c.start, c.end) for c in compiles if c.avoidable and c.seconds > 0)).reshape(-1, 2)
+    waited = [c for c in compiles if not c.avoidable and c.start > c.begin]
+    if not len(spans) or not waited:
+        return
+    reached = np.maximum.accumulate(spans[:, 1])  # where spans overlap (a shuffled clock), their union counts
+    begins = np.maximum(spans[:, 0], np.concatenate([[0.0], reached[:-1]]))
+    borders = np.stack([begins, np.maximum(reached, begins)], axis=1)
+    spent = np.concatenate([[0.0], np.cumsum(borders[:, 1] - borders[:, 0])])
+    known = np.stack([spent[:-1], spent[1:]], axis=1).ravel()  # avoidable seconds until each border
+    until = np.interp([[c.begin, c.start] for c in waited], borders.ravel(), known, left=0.0)
+    for c, (before, after) in zip(waited, until.tolist(), strict=True):
+        c.behind = after - before

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .atomic import write_bytes
 from .timeline_model import Offender, Timeline
 from .timeline_style import clean, seconds
 
@@ -71,14 +72,11 @@ class Comparison:
         """Whether anything recompiles in b that did not in a, or more often than in a."""
         return any(row.counts[1] > row.counts[0] for row in self.rows)
 
-    def by_status(self, status: Status) -> list[Row]:
-        return [row for row in self.rows if row.status == status]
-
     def totals(self) -> list[tuple[str, float, float]]:
         """What each run cost in all: (what, a, b)."""
 
         def of(timeline: Timeline) -> tuple[float, ...]:
-            again = [c for c in timeline.compiles if c.is_recompile and c.cls != "backward"]
+            again = [c for c in timeline.compiles if c.avoidable and c.cls != "backward"]
             spent = sum(lane.compile_seconds for lane in timeline.lanes)
             waited = sum(lane.wait_seconds for lane in timeline.lanes)
             wasted = sum(lane.wasted for lane in timeline.lanes)
@@ -126,13 +124,17 @@ class Comparison:
         Raises:
             TimelineError: another suffix.
         """
-        from .timeline import TimelineError, write
-        from .timeline_compare_picture import picture
+        from .timeline import TimelineError
 
         path = Path(out)
         if path.suffix not in (".png", ".svg"):
             raise TimelineError(f"{path}: a comparison is drawn as .png or .svg")
-        return write(path, picture(self, path.suffix[1:]))
+        try:
+            from .timeline_compare_picture import picture
+        except ImportError:
+            raise TimelineError(f"{path}: needs matplotlib (pip install matplotlib); the table does not") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_bytes(path, picture(self, path.suffix[1:]))
 
     def __str__(self) -> str:
         return self.table()

@@ -66,9 +66,10 @@ def _figure(comparison: Comparison) -> Figure:
         ink = STATUS_INK[row.status]
         transform = axes.get_yaxis_transform()
         axes.text(-0.02, place - 0.13, clean(row.frame, 38), transform=transform, ha="right", va="center", size=9)
-        reason = f"{row.kind}: {row.changes[0]}" if row.changes else row.kind
+        reason = row.changes[0] if row.changes else row.kind
+        reason = reason if reason.startswith(row.kind) else f"{row.kind}: {reason}"
         axes.text(
-            -0.02, place + 0.17, clean(reason, 46), transform=transform, ha="right", va="center", size=7.5, color=FAINT
+            -0.02, place + 0.17, clean(reason, 52), transform=transform, ha="right", va="center", size=7.5, color=FAINT
         )  # fmt: skip
         weight = "bold" if row.status in ("new", "changed") else "normal"
         axes.text(

@@ -35,8 +35,9 @@ class _Strings:
     def add(self, text: str | None, always: bool = False) -> int:
         if not text:
             return -1
-        if text in self._index:
-            return self._index[text]
+        known = self._index.get(text)
+        if known is not None:
+            return known
         size = len(json.dumps(text)) + 1
         if not always and size > self.budget:
             self.left_out += 1
@@ -95,7 +96,8 @@ def _data(timeline: Timeline) -> dict[str, Any]:
                 "wasted": round(o.wasted, 3),
                 "count": o.count,
                 "frame": o.frame,
-                "changes": "; ".join(o.changes[:3]) + (f" and {len(o.changes) - 3} more" if len(o.changes) > 3 else ""),
+                "changes": "; ".join(o.changes[:3])
+                + (f" and {len(o.changes) - 3:,} more" if len(o.changes) > 3 else ""),
                 "where": o.where or "",
                 "advice": o.advice,
                 "find": o.changes[0] if len(o.changes) == 1 else o.frame,
@@ -158,13 +160,14 @@ def _columns(timeline: Timeline, strings: _Strings, classes: dict[str, int], tak
     packed = {name: _packed(column) for name, column in columns.items()}
     strings.budget = LARGEST - taken - _size(packed) - _size(strings.table) - INDEX_BYTES * len(compiles)
     texts = {name: [-1] * len(compiles) for name in ("where", "change", "reason", "id", "cut")}
-    for i in sorted(range(len(compiles)), key=lambda i: -compiles[i].wasted):
+    where, change, reason, ids, cut = texts.values()
+    for i in sorted(range(len(compiles)), key=[-c.wasted for c in compiles].__getitem__):
         c = compiles[i]
-        texts["where"][i] = strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None))
-        texts["change"][i] = strings.add(c.change if c.reason else None)
-        texts["reason"][i] = strings.add(c.reason)
-        texts["id"][i] = strings.add(c.compile_id)
-        texts["cut"][i] = int(c.reason is not None and texts["reason"][i] < 0)
+        where[i] = strings.add(c.source or (f"{c.file}:{c.line}" if c.file else None))
+        change[i] = strings.add(c.change)
+        reason[i] = strings.add(c.reason)
+        ids[i] = strings.add(c.compile_id)
+        cut[i] = int(c.reason is not None and reason[i] < 0)
     return {**packed, **{name: _packed(column) for name, column in texts.items()}}
 
 

@@ -43,7 +43,7 @@ def draw_lanes(
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_yticks(range(len(lanes)), [_label(lane, len(lanes)) for lane in lanes])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=9 if len(lanes) <= MANY else 5.5)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=9 if len(lanes) <= MANY else 7)
     for i in range(0, len(lanes), 2):
         axes.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0, linewidth=0)
     if not timeline.compiles:
@@ -74,9 +74,11 @@ def draw_lanes(
             gid = f"compile-{len(titles)}"
             titles[gid] = title(lane.compiles[j], lane)
             axes.add_patch(_rectangle(lane.compiles[j], start[j], end[j], (i, lane.rows), width, gid))
+    counts = {cls: count for cls, (count, _, _) in timeline.by_class().items()}
     for (cls, hatched), corners in groups.items():
         style = WAITING if cls == "waiting" else look(cls)
-        axes.add_artist(_patch(np.concatenate(corners), style, hatched, zorder=2 if cls == "waiting" else 3))
+        rare = 3 + 1 / (1 + counts.get(cls, 0))  # what is rare lies above what is frequent
+        axes.add_artist(_patch(np.concatenate(corners), style, hatched, zorder=2 if cls == "waiting" else rare))
     return titles
 
 
@@ -96,7 +98,7 @@ def _corners(left: np.ndarray, right: np.ndarray, bottom: np.ndarray | float, he
     return corners
 
 
-def _patch(corners: np.ndarray, style: Look, hatched: bool, zorder: int) -> PathPatch:
+def _patch(corners: np.ndarray, style: Look, hatched: bool, zorder: float) -> PathPatch:
     return PathPatch(
         Path.make_compound_path_from_polys(corners),
         facecolor=style.colour,

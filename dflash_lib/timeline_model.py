@@ -13,12 +13,16 @@ from . import events as log
 from . import reasons
 from .compile_metrics import CLASSES, PARTS
 
-NEEDED = ("first", "cache_hit")  # classes without which there would be no compiled code
+NEEDED = ("first", "planned", "cache_hit")  # classes without which there would be no compiled code
+ORDER = ("first", "planned", *CLASSES[1:])
 
 
 @dataclass(slots=True)
 class Compile:
-    """One compile. Times in seconds since the run's start; it waited until ``start``, and took ``seconds``."""
+    """One compile. Times in seconds since the run's start; it waited until ``start``, and took ``seconds``.
+
+    ``cls`` is the event's class, or "planned": a recompile that whoever ran this had said would come.
+    """
 
     lane: int
     start: float
@@ -39,9 +43,11 @@ class Compile:
     limit: int | None
     step: int | None
     parts: tuple[float, float, float, float]
-    is_recompile: bool  # whether it would not have been, had everything stayed as it was at the first compile
+    avoidable: bool  # whether it would not have been, had everything stayed as it was or was planned
     begin: float  # when its waiting begins: start - wait, but never before the row's previous compile has ended
     row: int = 0  # 0 unless another compile of the lane overlaps it
+    behind: float = 0.0  # seconds of its wait in which another thread compiled what was avoidable
+    planned: str | None = None  # what for, if it was
 
     @property
     def end(self) -> float:
@@ -49,18 +55,25 @@ class Compile:
 
     @property
     def wasted(self) -> float:
-        """Seconds lost: recompiles whole, and of every compile the waiting for other threads' compiles."""
-        return self.wait + (self.seconds if self.is_recompile else 0.0)
+        """Seconds that something avoidable cost: an avoidable compile with its wait, or a needed one's wait for it."""
+        return self.wait + self.seconds if self.avoidable else self.behind
 
     @property
     def change(self) -> str:
         """What changed, in a few words: "x: size[1] 64 -> 96"."""
         if self.kind == "race":
             return "another thread compiled the same meanwhile"
-        if self.expected is not None or self.actual is not None:
-            shown = f"{self.guard}: " if self.guard and self.guard != self.expected else ""
-            return f"{shown}{self.expected or '?'} -> {self.actual or '?'}"
-        return self.guard or (self.reason or "").split("\n", 1)[0]
+        if self.kind == "backend":
+            return "another backend object"  # torch names both, by their addresses
+        if self.cls == "cache_hit":
+            return "only kernels came from the cache: tracing, and loading Inductor once a process, took the time"
+        known = reasons.changed(self.guard, self.expected, self.actual)
+        if self.kind == "limit":
+            return "; ".join(
+                filter(None, (known, f"all {self.limit or ''} cache entries are taken".replace("  ", " ")))
+            )
+        text = known or self.guard or (self.reason or "").split("\n", 1)[0]
+        return f"planned for {self.planned} ({text})" if self.cls == "planned" else text
 
 
 @dataclass
@@ -95,8 +108,8 @@ class Lane:
 
     @functools.cached_property
     def wasted(self) -> float:
-        """Seconds lost to recompiles and to waiting for other threads' compiles."""
-        return self.wait_seconds + sum(c.seconds for c in self.compiles if c.is_recompile)
+        """Seconds that something avoidable cost this thread."""
+        return sum(c.wasted for c in self.compiles)
 
     def step_at(self, times: np.ndarray) -> np.ndarray:
         """Times -> step axis: the n-th step's end is at n, linear in between; past the last one, half a step on."""
@@ -109,7 +122,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Offender:
-    """Recompiles of one frame for one kind of reason, over all lanes."""
+    """Avoidable compiles of one frame for one kind of reason, over all lanes."""
 
     frame: str
     kind: str
@@ -121,6 +134,7 @@ class Offender:
     changes: tuple[str, ...]  # what changed, the most frequent first
     where: str | None  # "file:line" of the guard, or of the frame
     steps: tuple[int, int] | None  # first and last step
+    guard: str | None = None  # where it was the same each time
 
     @property
     def wasted(self) -> float:
@@ -128,7 +142,7 @@ class Offender:
 
     @property
     def advice(self) -> str:
-        return reasons.advice(self.kind)
+        return reasons.advice(self.kind, self.guard)
 
     def __str__(self) -> str:
         steps = "" if self.steps is None else (f", steps {self.steps[0]}-{self.steps[1]}")
@@ -166,16 +180,20 @@ class Timeline:
         return any(lane.step_ends for lane in self.lanes)
 
     def by_class(self) -> dict[str, tuple[int, float, float]]:
-        """class -> (count, seconds, seconds waited), in the order of :data:`CLASSES`; classes that occur only."""
+        """class -> (count, seconds, seconds waited), in the order of :data:`ORDER`; classes that occur only."""
+        return self._by_class
+
+    @functools.cached_property
+    def _by_class(self) -> dict[str, tuple[int, float, float]]:
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
         for c in self.compiles:
             row = sums[c.cls]
             row[0], row[1], row[2] = row[0] + 1, row[1] + c.seconds, row[2] + c.wait
-        order = [*CLASSES, *sorted(set(sums) - set(CLASSES))]
+        order = [*ORDER, *sorted(set(sums) - set(ORDER))]
         return {cls: (int(sums[cls][0]), sums[cls][1], sums[cls][2]) for cls in order if cls in sums}
 
     def offenders(self, after_step: int | None = None) -> list[Offender]:
-        """Recompiles by frame and kind of reason, the most wasteful first; ``after_step``: later ones alone."""
+        """Avoidable compiles by frame and kind of reason, the most wasteful first; ``after_step``: later ones alone."""
         return self._all_offenders if after_step is None else self._offenders(after_step)
 
     @functools.cached_property
@@ -185,14 +203,14 @@ class Timeline:
     def _offenders(self, after_step: int | None) -> list[Offender]:
         groups: dict[tuple[str, str], list[Compile]] = defaultdict(list)
         for c in self.compiles:
-            if c.is_recompile and (after_step is None or (c.step or 1) > after_step):
+            if c.avoidable and (after_step is None or (c.step or 1) > after_step):
                 groups[c.frame, c.kind or "other"].append(c)
         found = [self._offender(frame, kind, group) for (frame, kind), group in groups.items()]
         return sorted(found, key=lambda o: (-o.wasted, o.frame, o.kind))
 
     def _offender(self, frame: str, kind: str, group: list[Compile]) -> Offender:
         forwards = [c for c in group if c.cls != "backward"] or group
-        changes = Counter(c.change for c in forwards if c.change)
+        changes = Counter(change for c in forwards if (change := c.change))
         steps = [c.step for c in group if c.step is not None]
         where = next((c.source for c in forwards if c.source), None)
         first = forwards[0]
@@ -209,4 +227,5 @@ class Timeline:
             changes=tuple(text for text, _ in changes.most_common()),
             where=where,
             steps=(min(steps), max(steps)) if steps else None,
+            guard=first.guard if all(c.guard == first.guard for c in forwards) else None,
         )

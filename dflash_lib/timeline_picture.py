@@ -16,15 +16,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
-from .timeline_lanes import FAINT, INK, MOST_TITLES, Position, boxes, draw_lanes, with_titles
+from .timeline_lanes import FAINT, INK, MANY, MOST_TITLES, Position, boxes, draw_lanes, with_titles
 from .timeline_model import Lane, Offender, Timeline
-from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, clean, look, seconds, subtitle
+from .timeline_style import CLASS_LOOKS, PART_LOOKS, WAITING, clean, look, scale, seconds, subtitle
 
 WIDTH = 13.0  # inches
 DPI = 140
 GRID = "#E6E6E6"
+ALONE = 8  # threads that have a curve of their own; of more, the median and the range are drawn
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
@@ -50,7 +51,7 @@ def picture(timeline: Timeline, form: str, *, axis: str = "time") -> bytes:
         buffer = io.BytesIO()
         if form == "png":
             FigureCanvasAgg(figure)
-            figure.savefig(buffer, format="png", dpi=DPI)
+            figure.savefig(buffer, format="png", dpi=DPI, pil_kwargs={"compress_level": 4})  # 6 takes twice as long
             return buffer.getvalue()
         FigureCanvasSVG(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -60,7 +61,7 @@ def picture(timeline: Timeline, form: str, *, axis: str = "time") -> bytes:
 def _figure(timeline: Timeline, axis: str, titled: int) -> tuple[Figure, dict[str, str]]:
     offenders = timeline.offenders()[:5]
     lanes = max(1, len(timeline.lanes))
-    lane_inches = min(0.46, max(0.13, 7.5 / lanes))
+    lane_inches = min(0.46, max(0.15, 7.5 / lanes))
     above = timeline.has_loss or timeline.has_steps
     cached = any(c.cache_size is not None and c.limit for c in timeline.compiles)
     parts = [1.5 if above else 0.0, lanes * lane_inches + 0.1, 0.95 if cached else 0.0]
@@ -123,39 +124,44 @@ def _range(timeline: Timeline, axis: str) -> tuple[float, float]:
 
 # --- around the lanes ------------------------------------------------------------------------------------------------
 def _curve(axes: Axes, timeline: Timeline, position: Position) -> None:
-    """Loss of every thread, or the time of its steps where no loss is known."""
+    """Loss of every thread, or its steps' time where no loss is known; of many threads the median and the range."""
     loss = timeline.has_loss
-    alone = len(timeline.lanes) <= 8
-    everything: list[float] = []
-    for i, lane in enumerate(timeline.lanes):
-        values = lane.losses if loss else lane.step_seconds
-        thin = slice(None, None, max(1, len(values) // 4000))
-        x, y = position(lane, lane.step_ends[thin]), np.array(values[thin])
-        if not len(x):
-            continue
-        everything.extend(y[np.isfinite(y)])
-        colour = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#999999")[i % 8]
-        style = ("-", "--", "-.", ":")[i % 4]
+    series: list[tuple[Lane, np.ndarray, np.ndarray]] = []
+    for lane in timeline.lanes:
+        values = np.array(lane.losses if loss else lane.step_seconds)
+        x, known = position(lane, lane.step_ends), np.isfinite(values)
+        if known.any():
+            series.append((lane, x[known], values[known]))
+    unit = ", nats a token" if any(lane.thread.startswith("drafter") for lane in timeline.lanes) else ""
+    label = f"loss{unit}" if loss else "seconds a step"
+    scale(axes, (value for _, _, y in series for value in (y.min(), y.max())), label)
+    axes.yaxis.label.set_fontsize(8.5)
+    if len(series) > ALONE:
+        _range_of_threads(axes, series)
+    for i, (lane, x, y) in enumerate(series if len(series) <= ALONE else ()):
+        thin = slice(None, None, max(1, len(y) // 4000))
         axes.plot(
-            x,
-            y,
-            color=colour,
-            linestyle=style,
-            linewidth=1.3 if alone else 0.6,
-            alpha=1.0 if alone else 0.5,
+            x[thin],
+            y[thin],
+            color=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#999999")[i],
+            linestyle=("-", "--", "-.", ":")[i % 4],
+            linewidth=1.3,
             label=clean(lane.name, 20),
             marker="o" if len(x) == 1 else None,
             markersize=3,
         )
-    axes.set_ylabel("loss, nats a token" if loss else "seconds a step", size=8.5)
-    # First steps (a start from nothing, a compile) must not flatten all the others.
-    if everything and min(everything) > 0 and max(everything) > (4 if loss else 30) * float(np.median(everything)):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_locator(NullLocator())
-    if alone and everything:
-        axes.legend(fontsize=7.5, frameon=False, loc="upper right", ncols=min(4, len(timeline.lanes)), labelcolor=FAINT)
+    if series:
+        columns = min(4, len(series))
+        axes.legend(fontsize=7.5, frameon=False, loc="upper right", ncols=columns, labelcolor=FAINT)
+
+
+def _range_of_threads(axes: Axes, series: list[tuple[Lane, np.ndarray, np.ndarray]]) -> None:
+    grid = np.linspace(min(x[0] for _, x, _ in series), max(x[-1] for _, x, _ in series), 600)
+    table = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for _, x, y in series])
+    grid, table = grid[np.isfinite(table).any(axis=0)], table[:, np.isfinite(table).any(axis=0)]
+    low, middle, high = np.nanmin(table, axis=0), np.nanmedian(table, axis=0), np.nanmax(table, axis=0)
+    axes.fill_between(grid, low, high, color="#56B4E9", alpha=0.35, linewidth=0, label="lowest to highest")
+    axes.plot(grid, middle, color="#0072B2", linewidth=1.3, label=f"median of {len(series)} threads")
 
 
 def _cache(axes: Axes, timeline: Timeline, position: Position, high: float) -> None:
@@ -203,10 +209,13 @@ def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
             right, left = ends[some, k], ends[some, k] - split[some, k]
             axes.add_artist(boxes(left, right, some - 0.31, 0.62, style, hatched=True))
     for i, lane in enumerate(lanes):
-        if lane.wasted > 0.005 and len(lanes) <= 32:
-            text = f" {seconds(lane.wasted)} wasted"
-            axes.text(ends[i, -1], i, text, va="center", size=7.5, color=INK, weight="bold")
+        if lane.wasted > 0.005:
+            axes.annotate(
+                f"{seconds(lane.wasted)} wasted", (ends[i, -1], i), xytext=(4, 0), textcoords="offset points",
+                va="center", size=7.5 if len(lanes) <= MANY else 6, color=INK, weight="bold",
+            )  # fmt: skip
     axes.set_xlim(0, longest * 1.8)
+    axes.set_xticks([tick for tick in MaxNLocator(4).tick_values(0, longest) if tick <= longest * 1.05])
     axes.tick_params(length=0, labelsize=7.5)
     axes.set_xlabel("seconds by thread", size=8.5)
     present = [style for k, style in enumerate(PART_LOOKS.values()) if (split[:, k] > 0).any()]
@@ -219,16 +228,17 @@ def _seconds_by_part(axes: Axes, timeline: Timeline) -> None:
 
 
 def _legend(figure: Figure, timeline: Timeline, height: float) -> None:
-    present = set(timeline.by_class())
-    looks = [style for cls, style in CLASS_LOOKS.items() if cls in present]
-    looks += [look(cls) for cls in present - set(CLASS_LOOKS)][:1]
+    counts = {cls: count for cls, (count, _, _) in timeline.by_class().items()}
+    looks = [(style, f"{style.label} {counts[cls]:,}") for cls, style in CLASS_LOOKS.items() if cls in counts]
+    looks += [(look(cls), look(cls).label) for cls in counts if cls not in CLASS_LOOKS][:1]
     if any(c.wait > 0.005 for c in timeline.compiles):
-        looks.append(WAITING)
-    handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=s.label) for s in looks]
+        looks.append((WAITING, "waiting for another's compile" if len(looks) < 7 else "waiting"))
+    handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=label) for s, label in looks]
     if handles:
         figure.legend(
             handles=handles, loc="upper left", bbox_to_anchor=(0.009, 1 - 0.60 / height), ncols=len(handles),
-            frameon=False, fontsize=8.5, handlelength=1.8, handleheight=0.9, columnspacing=1.6,
+            frameon=False, fontsize=8.5 if len(handles) < 8 else 7.5, handlelength=1.8, handleheight=0.9,
+            columnspacing=1.3,
         )  # fmt: skip
 
 
@@ -242,10 +252,11 @@ def _table(figure: Figure, offenders: list[Offender], inches: float, height: flo
         cost = f"{seconds(offender.wasted)}"
         where = f"  ({_short_path(offender.where)})" if offender.where else ""
         change = f": {offender.changes[0]}" if offender.changes else ""
-        more = f" and {len(offender.changes) - 1} more" if len(offender.changes) > 1 else ""
-        count = f"{offender.count}×"
+        more = f" and {len(offender.changes) - 1:,} more" if len(offender.changes) > 1 else ""
+        count = f"{offender.count:,}×"
         figure.text(0.080, (y + 0.02) / height, cost, size=8.8, weight="bold", ha="right", va="bottom")
-        text = f"{count} {offender.frame}{change}{more}{where}"
+        threads = f" in {len(offender.lanes)} threads" if len(offender.lanes) > 1 else ""
+        text = f"{count} {offender.frame}{threads}{change}{more}{where}"
         figure.text(0.088, (y + 0.02) / height, clean(text, 150), size=8.8, va="bottom")
         figure.text(0.088, (y - 0.02) / height, clean(offender.advice, 170), size=8.2, color=FAINT, va="top")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .timeline_model import Timeline
 
@@ -19,11 +22,12 @@ class Look:
 
 CLASS_LOOKS = {
     "first": Look("#0072B2", "", "first compile", "the first compile of a function"),
+    "planned": Look("#0072B2", "||||", "planned", "the first compile for a length that had been announced"),
     "recompile": Look("#D55E00", "////", "recompile", "a guard failed: compiled again"),
     "backward": Look("#56B4E9", "....", "backward", "the backward of one of the others"),
     "race_duplicate": Look("#CC79A7", "xxxx", "race duplicate", "another thread had compiled the same meanwhile"),
     "eager_fallback": Look("#4D4D4D", "++++", "eager fallback", "runs uncompiled from here on"),
-    "cache_hit": Look("#009E73", "oo", "cache hit", "taken from the cache on disk"),
+    "cache_hit": Look("#009E73", "oo", "cache hit", "kernels from the cache on disk; tracing ran all the same"),
     "failed": Look("#F0E442", "\\\\\\\\", "failed", "the compile raised an error"),
 }
 OTHER = Look("#999999", "", "other", "a class this version does not know")
@@ -45,26 +49,49 @@ def look(cls: str) -> Look:
 def subtitle(timeline: Timeline) -> str:
     """The run in one line: how many compiles, how many of them were avoidable, what they cost."""
     compiles = timeline.compiles
-    again = [c for c in compiles if c.is_recompile and c.cls != "backward"]  # as a comparison counts them
+    again = [c for c in compiles if c.avoidable and c.cls != "backward"]  # as a comparison counts them
     spent = sum(c.seconds for c in compiles)
     waited = sum(c.wait for c in compiles)
     wasted = sum(lane.wasted for lane in timeline.lanes)
     threads = f"{len(timeline.lanes)} thread{'s' * (len(timeline.lanes) != 1)}"
-    return (
-        f"{threads}, {len(compiles):,} compiles in {seconds(spent)}, {seconds(waited)} waiting; "
-        f"{len(again):,} of them recompiles, {seconds(wasted)} wasted"
-    )
+    together = f", {seconds(waited)} waiting for each other" if waited >= 0.005 else ""
+    avoidable = f"{len(again):,} avoidable" if again else "none avoidable"
+    return f"{threads}, {len(compiles):,} compiles in {seconds(spent)}{together}; {avoidable}, {seconds(wasted)} wasted"
 
 
 def seconds(value: float) -> str:
-    """Seconds for a reader: "0 s", "0.34 s", "12 s", "3 min 20 s"."""
+    """Seconds for a reader: "0 s", "0.34 s", "12 s", "3 min 20 s", "1 h 5 min"."""
     if value < 0.005:
         return "0 s"
     if value < 10:
         return f"{value:.2f} s"
     if value < 120:
         return f"{value:.0f} s"
-    return f"{int(value // 60)} min {int(value % 60)} s"
+    if value < 3600:
+        return f"{int(value // 60)} min {int(value % 60)} s"
+    return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
+
+
+def spans_a_decade(values: Iterable[float]) -> bool:
+    """THE rule for every curve: its axis is logarithmic, and says so, where it spans more than a factor of ten.
+
+    A drafter's loss begins at 60 and ends at 3: on a linear axis its first steps flatten all the others.
+    """
+    known = [value for value in values if math.isfinite(value)]
+    return bool(known) and 0 < 10 * min(known) < max(known)
+
+
+def scale(axes: Any, values: Iterable[float], label: str) -> None:
+    """Labels the y axis of a matplotlib plot of ``values``, and makes it logarithmic by that rule."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+    logarithmic = spans_a_decade(values)
+    axes.set_ylabel(f"{label} (log)" if logarithmic else label)
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def clean(text: str, length: int) -> str:

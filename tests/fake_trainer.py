@@ -19,12 +19,18 @@ class FakeTrainer:
     """Takes ``steps`` steps of ``seconds`` in each of ``threads`` threads, compiling at step 1 and at step 60."""
 
     def __init__(
-        self, config: RunConfig, threads: int = 2, seconds: float = 0.05, compile_seconds: float = 0.5
+        self,
+        config: RunConfig,
+        threads: int = 2,
+        seconds: float = 0.05,
+        compile_seconds: float = 0.5,
+        devices: list[str] | None = None,
     ) -> None:
         self.config = config
         self.run_dir: Path = new_run_dir(config)
         self.log = EventLog(self.run_dir / "events.jsonl")
         self.lanes = [f"drafter-{i}" for i in range(threads)]
+        self.devices = devices or ["cpu"] * threads
         self.seconds, self.compile_seconds = seconds, compile_seconds
         self.asked: list[tuple[str, float]] = []
         self._stop, self._go = threading.Event(), threading.Event()
@@ -45,7 +51,7 @@ class FakeTrainer:
         return self
 
     def _work(self, name: str, index: int) -> None:
-        with lane(name, "cpu"):
+        with lane(name, self.devices[index]):
             emit: Callable[..., Any] = self.log.emit
             for step in range(1, self.config.steps + 1):
                 if not self._go.is_set():
@@ -85,7 +91,8 @@ class FakeTrainer:
                     self.log.emit("checkpoint", thread="main", step=step, path=f"checkpoints/step-{step:06}")
                 if index == 0 and self._evaluations:
                     self._evaluations = 0
-                    self.log.emit("evaluation", thread="main", step=step, tau_mean=1.5 + step / 100)
+                    sets = [{"name": "heldout", "tau_mean": 1.5 + step / 100, "speedup": 1.1}]
+                    self.log.emit("evaluation", thread="main", step=step, sets=sets)
             emit("state", state="finished")
 
     def pause(self) -> None:

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn, longest: int = 90) -> Case:
 
 
 def brute_force(case: Case) -> Tensor:
-    """The rule of dflash.md, one query and one key at a time."""
+    """The rule in the words of blocks.py, one query and one key at a time."""
     rows, length = case.ids.shape
     slots = case.anchors.shape[1] * case.block_size
     result = torch.zeros(rows, 1, slots, length + slots, dtype=torch.bool)

@@ -140,12 +140,33 @@ def test_training_state_comes_back_with_types_and_the_optimizer_goes_on_as_if_no
     assert same(drafter, resumed)
 
 
-def test_training_state_of_two_saves_is_not_mixed(drafter, tmp_path):
+@pytest.mark.parametrize("file", ["training.safetensors", "model.safetensors"])
+def test_files_of_two_saves_are_not_mixed(drafter, tmp_path, file):
     one = checkpoint.save(drafter, tmp_path / "one", step=1, extra_state={"a": torch.ones(2)})
     two = checkpoint.save(drafter, tmp_path / "two", step=2, extra_state={"a": torch.zeros(2)})
-    (one / "training.safetensors").write_bytes((two / "training.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="different saves"):
+    (one / file).write_bytes((two / file).read_bytes())
+    with pytest.raises(CheckpointError, match=rf"training\.json and {file} come from different saves"):
         checkpoint.load_training(one)
+
+
+def test_parameters_in_the_training_state_are_kept_once(drafter, tmp_path):
+    """A view of a parameter's memory is that parameter; an equal copy, or a part of one, is a tensor of its own."""
+    weight = drafter.fc.weight.detach()
+    state = {"own": {"fc.weight": weight}, "copy": weight.clone(), "part": weight[:2], "turned": weight.T}
+    folder = checkpoint.save(drafter, tmp_path / "c", step=1, extra_state=state)
+    back = checkpoint.load_training(folder)
+    assert torch.equal(back["own"]["fc.weight"], weight) and torch.equal(back["copy"], weight)
+    assert torch.equal(back["part"], weight[:2]) and torch.equal(back["turned"], weight.T)
+    assert set(load_file(folder / "training.safetensors")) == {"state.copy", "state.part", "state.turned"}
+
+
+def test_a_training_state_of_format_1_is_read(drafter, tmp_path):
+    """It held the masters itself, and nothing tied the weights to it."""
+    folder = checkpoint.save(drafter, tmp_path / "c", step=1)
+    save_file({"state.a": torch.ones(2)}, folder / "training.safetensors", {"save": "s"})
+    state = {"v": 1, "step": 1, "save": "s", "state": {"a": {"$tensor": "state.a"}}}
+    (folder / "training.json").write_text(json.dumps(state))
+    assert torch.equal(checkpoint.load_training(folder)["a"], torch.ones(2))
 
 
 def test_what_cannot_be_saved_is_named(drafter, tmp_path):

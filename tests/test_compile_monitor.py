@@ -19,7 +19,7 @@ import torch._dynamo.utils as dynamo_utils
 from dflash_lib import events, timeline
 from dflash_lib.compile_hooks import hub
 from dflash_lib.compile_metrics import COMPILE_KEYS
-from dflash_lib.compile_monitor import CompileMonitor, in_flight, record_compiles
+from dflash_lib.compile_monitor import CompileMonitor, Recording, in_flight, record_compiles
 from dflash_lib.events import EventLog
 
 SCHEMA = jsonschema.Draft202012Validator(
@@ -118,12 +118,172 @@ def test_reasons_name_what_was_expected_and_what_came(
     assert (again["expected"], again["actual"]) == (expected, actual)
 
 
-def test_grad_mode_and_settings_are_reasons_with_values(log: EventLog) -> None:
-    f = function()
-    f(torch.ones(2))
-    with torch.no_grad():
+SWITCH, COUNT = False, 0  # what the sins below flip
+
+
+def sin_of_a_global_flag() -> None:
+    global SWITCH
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if SWITCH else x * 3
+
+    f = compiled(step)
+    for SWITCH in (False, True):  # noqa: B007 - the global is what is tested
         f(torch.ones(2))
-    assert (of(log)[1]["expected"], of(log)[1]["actual"]) == ("True", "False")
+
+
+def sin_of_a_global_count() -> None:
+    global COUNT
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * COUNT
+
+    f = compiled(step)
+    for COUNT in (3, 4):  # noqa: B007
+        f(torch.ones(2))
+
+
+def sin_of_a_float() -> None:
+    f = compiled(lambda x, scale: x * scale)
+    for scale in (0.5, 0.25):
+        f(torch.ones(2), scale)
+
+
+def sin_of_a_word() -> None:
+    f = compiled(lambda x, how: x.mean() if how == "mean" else x.sum())
+    for how in ("mean", "sum"):
+        f(torch.ones(2), how)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 2
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x) * self.calls
+
+
+def sin_of_an_attribute() -> None:
+    model = Counting()
+    f = compiled(model)
+    for model.calls in (2, 3):
+        f(torch.ones(2))
+
+
+def sin_of_eval() -> None:
+    model = Counting()
+    f = compiled(model)
+    f(torch.ones(2))
+    model.eval()
+    f(torch.ones(2))
+
+
+def sin_of_an_item() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.sum()
+        torch._dynamo.graph_break()
+        return x * loss.item()
+
+    f = compiled(step)
+    for value in (1.0, 2.0):
+        f(torch.full((2,), value))
+
+
+def sin_of_autocast() -> None:
+    f = compiled(lambda x: x @ x)
+    for on in (False, True):
+        with torch.autocast("cpu", enabled=on):
+            f(torch.ones(2, 2))
+
+
+def sin_of_a_setting() -> None:
+    f = compiled(lambda x: x + 1)
+    try:
+        for on in (False, True):
+            torch.use_deterministic_algorithms(on)
+            f(torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sin_of_no_grad() -> None:
+    f = compiled(lambda x: x + 1)
+    for on in (True, False):
+        with torch.set_grad_enabled(on):
+            f(torch.ones(2))
+
+
+def sin_of_none() -> None:
+    f = compiled(lambda x, mask: x if mask is None else x * mask)
+    for mask in (torch.ones(2), None):
+        f(torch.ones(2), mask)
+
+
+def sin_of_a_growing_dict() -> None:
+    f = compiled(lambda d: sum(d.values()))
+    for names in ("a", "ab"):
+        f({name: torch.ones(2) for name in names})
+
+
+def sin_of_a_shape() -> None:
+    f = compiled(lambda batch: batch * 2)
+    for length in (3, 4):
+        f(torch.ones(2, length))
+
+
+def compiled(work: Any) -> Callable[..., Any]:
+    return torch.compile(work, backend="eager", dynamic=False)
+
+
+@pytest.mark.parametrize(
+    ("sin", "kind", "change", "advice"),
+    [
+        (sin_of_a_shape, "size", "batch: size[1]: 3 -> 4", "mark_dynamic(batch, 1)"),
+        (sin_of_a_float, "constant", "scale: 0.5 -> 0.25", "pass it as a tensor"),
+        (sin_of_a_word, "flag", "how: 'mean' -> 'sum'", "a graph for each value"),
+        (sin_of_a_global_flag, "global", "global SWITCH: False -> True", "pass it as an argument"),
+        (sin_of_a_global_count, "global", "global COUNT: 3 -> 4", "pass it as an argument"),
+        (sin_of_an_attribute, "attribute", "self.calls: 2 -> 3", "register_buffer"),
+        (sin_of_eval, "train_mode", "self._modules['dropout'].training: True -> False", "two compiles are normal"),
+        (sin_of_an_item, "item", None, "keep it a tensor"),
+        (sin_of_autocast, "autocast", "autocast(cpu)_enabled: False -> True", "around every call"),
+        (sin_of_a_setting, "global_state", "deterministic_algorithms: False -> True", "set it once"),
+        (sin_of_no_grad, "grad_mode", "grad_mode: True -> False", "compile evaluation apart"),
+        (sin_of_none, "type", "type(mask): Tensor -> NoneType", "entry point for each"),
+        (sin_of_a_growing_dict, "structure", "len(d): 1 -> 2", "keep its structure fixed"),
+    ],
+)
+def test_typical_sins_are_named_with_advice_that_fits(
+    log: EventLog, sin: Callable[[], None], kind: str, change: str | None, advice: str
+) -> None:
+    sin()
+    (offender,) = timeline.from_events(log.events).offenders()
+    assert (offender.kind, offender.count) == (kind, 1), offender
+    assert change in (None, offender.changes[0]) and advice in offender.advice
+    assert (offender.where and "test_compile_monitor.py" in offender.where) or kind == "item"
+
+
+def test_a_planned_length_is_planned_once_in_a_thread(log: EventLog) -> None:
+    f = function("(x * 2).sum()", "aot_eager")
+
+    def work() -> None:
+        for length in (4, 5, 4, 5):
+            with events.planned(f"length {length}"):
+                f(torch.ones(length, requires_grad=True)).backward()
+        with events.planned("length 5"):
+            f(torch.ones(5, requires_grad=True).double())  # nobody planned another dtype
+        f(torch.ones(6))
+
+    in_threads(work)
+    found = [(e["cls"], e["planned"]) for e in of(log)]
+    assert found == [
+        ("first", "length 4"), ("backward", "length 4"), ("recompile", "length 5"), ("backward", "length 5"),
+        ("recompile", None), ("recompile", None),
+    ]  # fmt: skip
+    assert events.current_plan() is None
+    assert {(o.kind, o.count) for o in timeline.from_events(log.events).offenders()} == {("dtype", 1), ("size", 1)}
 
 
 def test_race_duplicates_are_told_from_recompiles(log: EventLog) -> None:
@@ -362,6 +522,14 @@ def test_a_torch_without_the_hook_is_said(monkeypatch: pytest.MonkeyPatch) -> No
             pass
     assert "log_compilation_event" in of(log, "warning")[0]["message"]
     assert torch.__version__ in of(log, "warning")[0]["message"]
+
+
+def test_steps_are_counted_by_thread_though_idents_are_used_again() -> None:
+    recording = Recording(EventLog(None))
+    for _ in range(3):  # one after the other: the system gives them the same ident
+        in_threads(lambda: [recording.step() for _ in range(2)])
+    assert [event["step"] for event in recording.log.events] == [1, 2] * 3
+    assert all(event["seconds"] == 0.0 for event in recording.log.events[::2])
 
 
 def test_record_compiles_records_anybody_s_threads_to_a_file(tmp_path: Path) -> None:

@@ -24,12 +24,13 @@ from little_notebooks import ROOT
 from dflash_lib import dashboard as live
 from dflash_lib import dashboard_view as view
 from dflash_lib import runs
+from dflash_lib.atomic import write_text
 from dflash_lib.config import RunConfig
 from dflash_lib.dashboard import Dashboard
 from dflash_lib.dashboard_picture import png
 from dflash_lib.dashboard_state import Board, Compile, Series
 from dflash_lib.events import EventLog
-from dflash_lib.run_folder import write_status, write_text
+from dflash_lib.run_folder import write_status
 
 
 def event(kind: str, thread: str = "drafter-0", t: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -127,6 +128,54 @@ def test_a_request_during_a_compile_names_what_it_waits_for() -> None:
     assert b.lanes["drafter-1"].note == "pause asked for: waits for another lane's compile"
 
 
+def test_only_lanes_that_train_take_requests() -> None:
+    b = board(event("state", "target-0", state="running"), step(1))
+    b.request("pause")
+    assert [(name, lane.note) for name, lane in b.lanes.items()] == [
+        ("target-0", None),
+        ("drafter-0", "pause asked for: at the next step"),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "left"), [("averaged", []), ("independent", ["drafter-1"])])
+def test_one_lane_measures_for_those_it_is_averaged_with(mode: str, left: list[str]) -> None:
+    """An evaluation that has begun is no longer asked for; independent lanes measure each for itself."""
+    b = Board({"mode": mode})
+    b.apply(step(1)), b.apply(step(1, thread="drafter-1"))
+    b.request("evaluate")
+    b.apply(event("state", "drafter-0", state="running", detail="evaluating"))
+    assert [name for name, lane in b.lanes.items() if lane.request] == left
+    assert b.lanes["drafter-0"].words == "running: evaluating"
+
+
+def test_a_request_that_cannot_be_done_is_taken_back_and_said() -> None:
+    b = board(step(1))
+    b.request("evaluate")
+    b.apply(event("warning", request="evaluate", message="no target on cuda:1 to decode with"))
+    assert b.lanes["drafter-0"].request is None
+    assert "no target on cuda:1" in view.findings(b)
+
+
+def test_a_frame_is_named_without_its_lanes_suffix() -> None:
+    """The trainer gives each lane a code object of its own name; people know the function's."""
+    b = board(
+        event("state", state="compiling", detail="attention_drafter_0 (backward)"),
+        event("compile", seconds=1.0, frame="attention_drafter_0"),
+    )
+    assert b.lanes["drafter-0"].words == "compiling: attention (backward)"
+    assert b.compiles[0].frame == "attention"
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=12))
+def test_the_estimated_acceptance_length_is_that_of_independent_slots(accuracy: list[list[float]]) -> None:
+    b = board(*(step(n, accuracy=slots) for n, slots in enumerate(accuracy, 1)))
+    a, b_, c = (sum(slots) / len(slots) for slots in zip(*accuracy[-8:], strict=True))
+    # every outcome of three slots, each with its probability and the length that it commits
+    outcomes = [(1, 1 - a), (2, a * (1 - b_)), (3, a * b_ * (1 - c)), (4, a * b_ * c)]
+    expected = sum(length * probability for length, probability in outcomes)
+    assert b.lanes["drafter-0"].estimated_tau == pytest.approx(expected)
+
+
 def test_a_failed_worker_and_a_new_attempt() -> None:
     failed = event("worker_failed", type="ValueError", message="bad row")
     b = board(step(1), step(2), failed, event("run_finished", "main", state="failed"))
@@ -212,6 +261,25 @@ def test_drawing_close_compiles_as_one_loses_none(found: list[tuple[float, float
         assert any(start <= c.start and c.start + (c.seconds or 0) <= end + 1e-9 for start, end in drawn)
 
 
+def test_what_was_waited_is_drawn_once() -> None:
+    spans = [(10.0, 2.0), (10.5, 2.5), (20.0, 5.0), (30.0, 0.0)]  # start, wait
+    compiles = [Compile("a", start, 1.0, "first", "f", wait=wait) for start, wait in spans]
+    assert view.waiting([*compiles, Compile("b", 10.0, 1.0, "first", "f", wait=3.0)], 0.1) == [
+        ("a", 8.0, 10.5),
+        ("a", 15.0, 20.0),
+        ("b", 7.0, 10.0),
+    ]
+
+
+def test_a_loss_that_starts_high_leaves_room_for_the_rest() -> None:
+    """The axis turns logarithmic: the last of these losses is drawn well above the axis' lower end."""
+    b = board(*(step(n, loss) for n, loss in enumerate([64.0, 20.0, 8.0, *[6.0, 7.0] * 10], 1)))
+    assert view.log_ticks(6.0, 64.0) == [10.0, 20.0, 50.0]
+    assert all(f">{mark}</text>" in view.losses(b) for mark in (10, 20, 50))
+    assert "nats a token (log)" in view.losses(b)
+    assert png(b, "high")[:4] == b"\x89PNG"
+
+
 def test_a_big_run_is_still_drawn_quickly() -> None:
     b = Board({"steps": 400})
     for n in range(1, 401):
@@ -290,6 +358,7 @@ def test_the_run_folder_keeps_the_picture_and_the_page(make: Callable[..., FakeT
     assert (trainer.run_dir / "loss.png").read_bytes()[:4] == b"\x89PNG"
     page = (trainer.run_dir / "dashboard.html").read_text()
     assert "drafter-1" in page
+    assert page.count("optimizer step") == 1 and "<img" not in page, "each plot once, in the page's own theme"
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
@@ -340,6 +409,38 @@ def test_a_refused_request_says_why(make: Callable[..., FakeTrainer]) -> None:
     assert dashboard.flush()
     assert "no prompts to evaluate" in shown(dashboard)
     assert "evaluate asked for" not in shown(dashboard)
+    trainer.stop()
+    trainer.join()
+
+
+def test_each_lane_shows_the_memory_of_its_own_gpu(
+    make: Callable[..., FakeTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's twin of what a GPU shows: the device's own number where it says one, a dash where it does not."""
+    held = {"cuda:0": 3 * 2**30, "cuda:1": 5 * 2**29}
+
+    def allocated(device: Any) -> int:
+        if str(device) not in held:
+            raise RuntimeError("no NVML, no such device")
+        return held[str(device)]
+
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.memory_allocated", allocated)
+    trainer = make(steps=2000, threads=4, devices=["cuda:0", "cuda:1", "cuda:7", "cpu"])
+    dashboard = Dashboard(trainer)
+    trainer.start()
+    until(lambda: all(lane.step for lane in dashboard.board.lanes.values()))
+    assert dashboard.flush()
+    assert [lane.memory_gib for lane in dashboard.board.lanes.values()] == [3.0, 2.5, None, None]
+    rows = dashboard.panel._html["lanes"].value.split("<tr data-lane=")[1:]
+    memory = [row.split('<td class="n">')[4].split("<")[0] for row in rows]
+    assert memory == ["3.00", "2.50", "–", "–"]
+    assert "GPU memory,<br>GiB" in dashboard.panel._html["lanes"].value
+    held["cuda:0"] = 2**30
+    assert dashboard.flush()
+    assert dashboard.board.lanes["drafter-0"].memory_gib == 1.0, "also between steps, as in a long compile"
+    assert dashboard._publisher.is_alive()
+    assert "of host memory" in dashboard.panel._html["header"].value
     trainer.stop()
     trainer.join()
 

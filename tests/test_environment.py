@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 import tomllib
@@ -75,6 +76,14 @@ def test_core_runs_without_notebook_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_says_first_what_it_answers_how_long_it_takes_and_on_what(path: Path) -> None:
+    cell = json.loads(path.read_text())["cells"][0]
+    words = "".join(cell["source"])
+    assert cell["cell_type"] == "markdown" and words.startswith(f"# {path.name[:2]} · ")
+    assert [words.count(f"**{label}.** ") for label in ("Question", "How long", "On what")] == [1, 1, 1]
 
 
 def test_no_module_is_named_after_nothing() -> None:

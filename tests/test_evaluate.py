@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from tiny_models import Oracle, make_drafter, make_target, one_thread, own_greedy, train
+from tiny_models import Oracle, make_drafter, make_drafter_of, make_target, one_thread, own_greedy, train
 
 from dflash_lib import checkpoint, decode, evaluate, prompts, target
 from dflash_lib.acceptance import Settings, find, prepare
@@ -308,14 +308,6 @@ def test_smollm2_is_lossless_in_float32_with_the_tie_rule(smol, tmp_path):
         found = decode.lossless(smol, given[:count], ours, plain[:count])
         assert found.prompts == count and found.wrong == 0 and found.ties <= 1, found
         assert all(1 <= one.tau <= block_size for one in ours if one.tau is not None)
-
-
-def make_drafter_of(loaded):
-    from dflash_lib.config import RunConfig
-    from dflash_lib.drafter import Drafter, DrafterConfig
-
-    config = RunConfig.from_dict({"drafter_layers": 1, "block_size": 4, "precision": "float32"})
-    return Drafter(DrafterConfig.from_target(loaded, config))
 
 
 def test_a_checkpoint_is_evaluated_from_its_folder(smol, tmp_path):

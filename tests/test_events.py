@@ -202,6 +202,23 @@ def test_subscribers_are_called_in_the_emitting_thread_and_dropped_when_they_fai
     assert "view is gone" in log.events[1]["message"] and len(log.events) == 4
 
 
+def test_a_signals_handler_may_emit_in_the_middle_of_an_emit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    write = events._write
+
+    def interrupted(file: int, line: bytes) -> None:
+        monkeypatch.setattr(events, "_write", write)
+        log.emit("state", state="stopping")  # what the handler of a SIGTERM does, between two steps of the interpreter
+        write(file, line)
+
+    monkeypatch.setattr(events, "_write", interrupted)
+    thread = threading.Thread(target=lambda: log.emit("state", state="running"), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the thread waits for itself"
+    assert sorted((line["seq"], line["state"]) for line in lines(log.path)) == [(0, "running"), (1, "stopping")]
+
+
 def test_misuse_is_an_error_not_a_lost_event(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     with pytest.raises(ValueError, match="'seq' is a base key"):

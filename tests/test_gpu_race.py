@@ -24,8 +24,13 @@ def test_its_cpu_twin_measures_every_claim(tmp_path: Path) -> None:
         "compile_storm",
         "shared_gpu_backward",
     ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
-    claims = json.loads(out.read_text())["claims"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: a tiny storm has no 60 recompiles
+    report = json.loads(out.read_text())
+    claims = report["claims"]
+    assert claims["s_storm"]["outcome"] == "ok" and claims["s_storm"]["steps"] == "12/12"
+    assert claims["s_storm"]["recompiles"] == 3 and not claims["s_storm"]["holds"]  # two lengths in each of three lanes
+    assert len(report["cells"]) == 5 and report["cells"][0]["explanation"]
     assert claims["a_crash"]["fails_unpatched"] and claims["a_crash"]["holds_patched"]
     assert claims["b_deadlock"]["unpatched"]["outcome"] == "hang" and claims["b_deadlock"]["holds_patched"]
     assert set(claims["c_first_step"]["seconds"]) == {"1", "3"} and claims["c_first_step"]["ratio"] > 0

@@ -35,7 +35,6 @@ def test_the_fault_is_seen_unpatched_where_it_exists_and_never_patched(hazard: h
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; tests below show the CPU's share")
 @pytest.mark.parametrize("name", sorted(NEEDS_A_GPU))
 def test_on_a_gpu_nothing_hangs_or_raises_when_patched(name: str) -> None:
     assert hazards.by_name(name).provoke(patched=True, seconds=20).status == "clean"
@@ -69,6 +68,24 @@ def test_hazards_are_told_apart_and_described() -> None:
         assert hazard.description and hazard.where and isinstance(hazard.present(), bool)
     with pytest.raises(KeyError, match="no hazard 'nothing'"):
         hazards.by_name("nothing")
+
+
+def test_where_a_gpu_is_each_unpatched_program_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def one_process(names: list[str], patched: bool, forks: bool, seconds: float, timeout: float) -> object:
+        started.append(names)
+        assert not forks
+        return [(name, Outcome("clean")) for name in names]
+
+    monkeypatch.setattr(provocations, "_one_process", one_process)
+    monkeypatch.setattr(provocations.Path, "exists", lambda path: str(path) == "/proc/driver/nvidia")
+    names = ["tracing-flag", "generators", "defaults"]
+    assert [name for name, _ in provocations.run_many(names, patched=False)] == names
+    assert sorted(started) == sorted([name] for name in names)
+    started.clear()
+    assert [name for name, _ in provocations.run_many(names, patched=True)] == names
+    assert started == [names]
 
 
 def test_a_crash_and_a_hang_are_results_and_the_next_program_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Bugs the field has already had: each is put back into a copy of the module, and its test must then fail.
 
-The list is dflash.md's. Those of the target (features one layer off, mask ids, chat templates), of decoding (trimming
-by mask id), of resuming and of averaging across threads have their tests beside those modules.
+Bugs of the target (features one layer off, mask ids, chat templates), of decoding (trimming by mask id), of resuming
+and of averaging across threads have their tests beside those modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_drafters import Largest, drafter_config
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lib import blocks, drafter, layer, loss
 from dflash_lib.config import ConfigError, RunConfig
 from dflash_lib.head import Head
 
-LENGTH, ANCHORS, SIZE, HIDDEN, VOCABULARY = 64, 5, 8, 32, 50
+LENGTH, ANCHORS = 64, 5
+CONFIG = drafter_config()
+SIZE, HIDDEN, VOCABULARY = CONFIG.block_size, CONFIG.hidden_size, CONFIG.vocab_size
 RANDOM = torch.Generator().manual_seed(0)
 RESPONSE = torch.ones(1, LENGTH, dtype=torch.bool)
 
@@ -46,24 +48,6 @@ def with_bug(module: types.ModuleType, *edits: tuple[str, str]) -> Iterator[Any]
         del sys.modules[copy.__name__]
 
 
-def model_config(dtype: torch.dtype = torch.float64) -> drafter.DrafterConfig:
-    return drafter.DrafterConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        target_layer_ids=(0, 1),
-        num_target_layers=3,
-        target_hidden_size=HIDDEN,
-        mask_token_id=VOCABULARY - 1,
-        block_size=SIZE,
-        dtype=dtype,
-    )
-
-
 class Row:
     """One row, its blocks (made by the module given) and a drafter's hidden states as a function of what goes in."""
 
@@ -81,7 +65,7 @@ class Row:
             mask_token_id=VOCABULARY - 1,
         )
         self.mask = module.visible_dense(self.anchors, self.keep, length, SIZE)
-        self.model = drafter.Drafter(model_config())
+        self.model = drafter.Drafter(CONFIG)
         self.features = torch.randn(1, length, 2 * HIDDEN, generator=RANDOM, dtype=torch.float64).requires_grad_()
         slots = torch.randn(1, count * SIZE, HIDDEN, generator=RANDOM, dtype=torch.float64)
         self.embeddings = slots.requires_grad_()
@@ -144,19 +128,6 @@ def rows_shorter_than_a_block_are_used(module: Any) -> bool:
 def epochs_draw_other_anchors(module: Any) -> bool:
     first, second = (module.draw_anchors(RESPONSE, 5, seed=0, epoch=epoch, row_ids=[0])[0] for epoch in (0, 1))
     return not torch.equal(first, second)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor any operation returned, in elements."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(value, Tensor):
-                self.size = max(self.size, value.numel())
-        return out
 
 
 def block_mask_serves_all_heads_and_never_makes_the_grid(module: Any) -> bool:
@@ -225,7 +196,7 @@ def rotary_settings_are_copied(module: Any) -> bool:
 
 
 def a_mask_id_outside_the_embedding_is_refused(module: Any) -> bool:
-    fields = {**vars(model_config()), "mask_token_id": VOCABULARY}
+    fields = {**vars(CONFIG), "mask_token_id": VOCABULARY}
     try:
         module.DrafterConfig(**fields)
     except ConfigError as error:
@@ -235,7 +206,7 @@ def a_mask_id_outside_the_embedding_is_refused(module: Any) -> bool:
 
 def the_head_is_the_targets_own(module: Any) -> bool:
     """No embedding and no head among the drafter's parameters: nothing there to be left at random."""
-    return not any("embed" in name or "head" in name for name in module.Drafter(model_config()).state_dict())
+    return not any("embed" in name or "head" in name for name in module.Drafter(CONFIG).state_dict())
 
 
 BUGS: dict[str, tuple[types.ModuleType, Callable[[Any], bool], list[tuple[str, str]]]] = {

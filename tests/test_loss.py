@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_drafters import Largest
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lib import loss
 from dflash_lib.config import ConfigError
@@ -49,7 +49,7 @@ class Given:
 
 
 def dpace(right: Tensor, counts: Tensor, alpha: float) -> Tensor:
-    """The formula of dflash.md, slot by slot: ``right [blocks, B-1]`` probabilities of the right tokens."""
+    """The formula of arXiv 2605.18810, slot by slot: ``right [blocks, B-1]`` probabilities of the right tokens."""
     result = torch.zeros_like(right)
     for block in range(len(right)):
         reach, product = [], 1.0
@@ -199,19 +199,6 @@ def test_evaluation_forms_no_gradient() -> None:
             given.hidden, Head(given.weight), given.labels, given.weights, block_size=SIZE, chunk=watched
         )
     assert seen == [None] and torch.allclose(result.loss_sum, run(given, Head(given.weight))[0].loss_sum)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor any operation returned, in elements."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(value, Tensor):
-                self.size = max(self.size, value.numel())
-        return out
 
 
 def test_logits_of_all_slots_never_exist() -> None:

@@ -72,7 +72,9 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shared none": ("none", "shared_gpu_backward", {"steps": 20}),
     "shared warmup_lock": ("warmup_lock", "shared_gpu_backward", {"steps": 20}),
     "shared thread_local": ("thread_local", "shared_gpu_backward", {"stall": 30.0}),
-    "endless": ("none", "compile_storm", {"steps": 100_000, "seconds": 600.0, "stall": 1000.0, "timeout": 40.0}),
+    # the same hang, which the cell's own watcher is told to sit through. Its threads sleep: faulthandler reads frames
+    # without the interpreter's lock, and those of a thread that runs can change under it
+    "shared none, unwatched": ("none", "shared_gpu_backward", {"steps": 20, "stall": 1000.0, "timeout": 40.0}),
 }
 
 
@@ -132,14 +134,16 @@ def test_no_torch_is_loaded_to_read_and_draw_results(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_line_a_cell_with_counts_by_kind() -> None:
-    lines = race_lab.table(
-        [
-            made_up(outcome="errors", steps_done=40, errors={TRACER: 1, FLAG: 1019}),
-            made_up("thread_local", "shared_gpu_backward"),
-        ]
-    ).splitlines()
+    results = [
+        made_up(outcome="errors", steps_done=40, errors={TRACER: 1, FLAG: 1019}),
+        made_up("thread_local", "shared_gpu_backward"),
+    ]
+    lines = race_lab.table(results).splitlines()
     assert "40/60" in lines[2] and "1,019 RuntimeError: FX tracing flag, 1 NameError: entered a tracer" in lines[2]
     assert lines[3].startswith("shared_gpu_backward (imitated)  thread_local") and "none" in lines[3]
+    folded = race_lab.table(results, folded=True).splitlines()
+    assert folded[2].endswith("  1,019 RuntimeError: FX tracing flag") and "40/60" in folded[2]
+    assert folded[3].strip() == "1 NameError: entered a tracer" and len(folded) == 5
 
 
 @pytest.mark.parametrize("workload", race_lab.WORKLOADS)
@@ -275,8 +279,9 @@ def test_a_dying_process_is_a_result(tmp_path: Path) -> None:
     json.dumps(result.to_dict())
 
 
-@needs("endless")
+@needs("shared none, unwatched")
 def test_the_last_watchdog_needs_nobody_to_be_awake(cell: Cell) -> None:
-    result = cell("endless")
+    result = cell("shared none, unwatched")
     assert result.outcome == "hang"
-    assert any("race_cell.py" in frame for frames in result.stacks.values() for frame in frames)
+    assert any(frames[0].startswith("<frozen runpy>") for frames in result.stacks.values()), result.stacks  # main
+    assert any("in compile_backward" in frame for frames in result.stacks.values() for frame in frames), result.stacks

@@ -6,32 +6,15 @@ import random
 
 import pytest
 import torch
+from tiny_drafters import drafter_config
 from torch._dynamo.utils import counters
 
 from dflash_lib import blocks, layer, loss
-from dflash_lib.drafter import Drafter, DrafterConfig
+from dflash_lib.drafter import Drafter
 from dflash_lib.head import Head
 
 BUCKETS = (128, 256, 384, 512, 640, 768)  # as many as there may be
 ANCHORS, SIZE, HIDDEN, VOCABULARY = 6, 8, 32, 64
-
-
-def config(dtype: torch.dtype) -> DrafterConfig:
-    return DrafterConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        target_layer_ids=(0, 1),
-        num_target_layers=3,
-        target_hidden_size=HIDDEN,
-        mask_token_id=VOCABULARY - 1,
-        block_size=SIZE,
-        dtype=dtype,
-    )
 
 
 def compiles_by_step(steps: int, device: str, backend: str) -> list[tuple[int, int]]:
@@ -39,7 +22,7 @@ def compiles_by_step(steps: int, device: str, backend: str) -> list[tuple[int, i
     torch._dynamo.reset()
     on_gpu = device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = Drafter(config(dtype), device=device)
+    model = Drafter(drafter_config(head_dim=16, vocab_size=VOCABULARY, dtype=dtype), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator(device).manual_seed(0)
     head = Head(torch.randn(VOCABULARY, HIDDEN, generator=generator, device=device, dtype=dtype))
@@ -98,6 +81,5 @@ def test_nothing_recompiles_in_2000_steps() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the tests above are its twins")
 def test_nothing_recompiles_on_a_gpu() -> None:
     assert_only_first_steps_compile(300, "cuda", "inductor")

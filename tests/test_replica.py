@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
+from tiny_drafters import drafter_config
 
 from dflash_lib.blocks import context_positions, draw_anchors, make_blocks, visible_dense
 from dflash_lib.config import RunConfig
-from dflash_lib.drafter import Drafter, DrafterConfig
+from dflash_lib.drafter import Drafter
 from dflash_lib.head import Head
 from dflash_lib.loss import drafter_loss
 from dflash_lib.replica import Replica, learning_rate
@@ -20,19 +21,15 @@ def config(**changes):
     return RunConfig.from_dict({"steps": 8, "anchors": 3, "block_size": BLOCK, "lr": 1e-2, "clip": 0.05, **changes})
 
 
-def drafter_config(dtype):
-    return DrafterConfig(
+def small(dtype):
+    return drafter_config(
         hidden_size=HIDDEN,
         intermediate_size=24,
-        num_layers=2,
         num_heads=2,
         num_kv_heads=1,
-        head_dim=8,
         vocab_size=VOCABULARY,
         target_layer_ids=(1, 2),
         num_target_layers=4,
-        target_hidden_size=HIDDEN,
-        mask_token_id=60,
         block_size=BLOCK,
         dtype=dtype,
     )
@@ -88,7 +85,7 @@ def train_plainly(drafter, steps, choices):
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_is_what_plain_torch_does(dtype, tolerance, fused):
     choices = config(weight_decay=0.1, fused_optimizer=fused)
-    drafter = Drafter(drafter_config(dtype), seed=3)
+    drafter = Drafter(small(dtype), seed=3)
     plain = copy.deepcopy(drafter)
     replica = Replica(drafter, choices, torch.device("cpu"))
     steps = [[Example(2, 10 * step + part, dtype) for part in range(2)] for step in range(5)]
@@ -109,7 +106,7 @@ def test_accumulation_equals_one_big_batch():
     """Parts of different weight: a mean of means would differ (2 rows and 1 row, and rows without an answer)."""
     found = []
     for parts in ([[0, 1], [2]], [[0, 1, 2]]):
-        replica = Replica(Drafter(drafter_config(torch.float64)), config(), torch.device("cpu"))
+        replica = Replica(Drafter(small(torch.float64)), config(), torch.device("cpu"))
         rows = [Example(1, seed, torch.float64, anchors=1 + seed) for seed in range(3)]
         for _ in range(3):
             for part in parts:
@@ -122,7 +119,7 @@ def test_accumulation_equals_one_big_batch():
 
 
 def test_no_weight_at_all_is_loss_zero_and_no_nan():
-    replica = Replica(Drafter(drafter_config(torch.float32)), config(), torch.device("cpu"))
+    replica = Replica(Drafter(small(torch.float32)), config(), torch.device("cpu"))
     before = replica.masters.clone()
     Example(2, 1, torch.float32, response=False).feed(replica)
     figures = replica.update().read()
@@ -131,7 +128,7 @@ def test_no_weight_at_all_is_loss_zero_and_no_nan():
 
 
 def test_accuracy_counts_right_tokens_by_slot():
-    replica = Replica(Drafter(drafter_config(torch.float32), seed=1), config(), torch.device("cpu"))
+    replica = Replica(Drafter(small(torch.float32), seed=1), config(), torch.device("cpu"))
     example = Example(3, 2, torch.float32)
     result = example.feed(replica)
     accuracy = replica.update().read().accuracy
@@ -150,9 +147,9 @@ def test_state_goes_on_exactly_where_it_was(fused):
             replica.update()
         return replica
 
-    whole = train(Replica(Drafter(drafter_config(dtype)), choices, torch.device("cpu")), steps)
-    half = train(Replica(Drafter(drafter_config(dtype)), choices, torch.device("cpu")), steps[:3])
-    resumed = Replica(Drafter(drafter_config(dtype), seed=8), choices, torch.device("cpu"))
+    whole = train(Replica(Drafter(small(dtype)), choices, torch.device("cpu")), steps)
+    half = train(Replica(Drafter(small(dtype)), choices, torch.device("cpu")), steps[:3])
+    resumed = Replica(Drafter(small(dtype), seed=8), choices, torch.device("cpu"))
     resumed.load_state(copy.deepcopy(half.state()))
     assert resumed.step == 3
     train(resumed, steps[3:])
@@ -161,7 +158,7 @@ def test_state_goes_on_exactly_where_it_was(fused):
 
 
 def test_state_of_another_drafter_is_refused_by_name():
-    replica = Replica(Drafter(drafter_config(torch.float32)), config(), torch.device("cpu"))
+    replica = Replica(Drafter(small(torch.float32)), config(), torch.device("cpu"))
     state = replica.state()
     state["masters"]["fc.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"fc\.weight.*\(3, 3\)"):
@@ -169,7 +166,7 @@ def test_state_of_another_drafter_is_refused_by_name():
 
 
 def test_a_fingerprint_sees_one_bit_and_two_values_exchanged():
-    replica = Replica(Drafter(drafter_config(torch.float32)), config(), torch.device("cpu"))
+    replica = Replica(Drafter(small(torch.float32)), config(), torch.device("cpu"))
     whole = replica.fingerprint()
     weight = replica.drafter.fc.weight
     with torch.no_grad():
@@ -184,7 +181,7 @@ def test_a_fingerprint_sees_one_bit_and_two_values_exchanged():
 
 def test_the_drafters_parameters_are_the_masters():
     """One copy of the weights: what the optimizer changes is what the next forward uses and what a checkpoint saves."""
-    replica = Replica(Drafter(drafter_config(torch.float32)), config(), torch.device("cpu"))
+    replica = Replica(Drafter(small(torch.float32)), config(), torch.device("cpu"))
     begin, end = replica.masters.data_ptr(), replica.masters.data_ptr() + replica.masters.numel() * 4
     for name, parameter in replica.drafter.named_parameters():
         assert begin <= parameter.data_ptr() < end, name

@@ -32,8 +32,10 @@ def test_tensorboard_reads_what_was_written_live_and_afterwards(tmp_path: Path) 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = trainer(tmp_path)
+    run.evaluate()
     sinks.follow(run, sinks.TensorBoard(tmp_path / "live"))
     run.start().join()
+    (evaluated,) = (e for e in read(run.run_dir / "events.jsonl") if e["kind"] == "evaluation")
     sinks.export(run.run_dir, sinks.TensorBoard(tmp_path / "after"))
     for name in ("live", "after"):
         log = EventAccumulator(str(tmp_path / name))
@@ -42,6 +44,8 @@ def test_tensorboard_reads_what_was_written_live_and_afterwards(tmp_path: Path) 
         assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(run, "drafter-1")]
         assert log.Scalars("compile_seconds/drafter-0")[-1].value >= 0.02
         assert log.Scalars("tokens_per_s/drafter-0")[0].value == pytest.approx(512 / 0.01)
+        (tau,) = log.Scalars("tau_mean/heldout")
+        assert (tau.step, tau.value) == (evaluated["step"], pytest.approx(evaluated["sets"][0]["tau_mean"]))
 
 
 def test_trackio_keeps_them(tmp_path: Path) -> None:

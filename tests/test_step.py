@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "step.py"
@@ -35,6 +37,34 @@ def test_a_step_is_measured_and_learns(step: Any, variant: str, monkeypatch: pyt
     assert result["shape"] == "tiny" and result["step_ms"] > 0 and result["first_step_s"] > 0
     first, last = result["losses"]
     assert abs(first - math.log(256)) < 0.5 and last < first
+
+
+@pytest.mark.parametrize(
+    "variant", ["bfloat16", "no-attention", "no-loss", "no-optimizer", "no-blocks", "graph", "keep"]
+)
+def test_every_experiment_runs(step: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variants of docs/step.md; without its optimizer the drafter stays as it is, without its blocks they do."""
+    monkeypatch.setattr(step.layer, "recomputed", step.layer.recomputed)  # "keep" replaces it
+    monkeypatch.setattr(step, "WARM_UP", 2)
+    monkeypatch.setattr(step, "TIMED", 2)
+    first, last = step.measure("tiny", variant, "cpu", profile=False, backend="eager")["losses"]
+    assert math.isfinite(last) and (variant != "no-loss" or last < first)
+    run = step.Step(step.SHAPES["tiny"], step.VARIANTS[variant], "cpu", "eager")
+    before = run.drafter.fc.weight.detach().clone()
+    run(), run()
+    assert torch.equal(before, run.drafter.fc.weight) is (variant == "no-optimizer")
+    assert (run.fixed is not None) is (variant == "no-blocks")
+
+
+def test_the_command_passes_lines_on_and_writes_what_there_is(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    command = [sys.executable, str(SCRIPT), "--shapes", "tiny", "--variants", "eager", "--device", "cpu"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=True)
+    (result,) = json.loads(out.read_text())
+    assert (result["shape"], result["variant"]) == ("tiny", "eager")
+    assert done.stdout.startswith("tiny eager: at most") and "tiny eager: first step after" in done.stdout
+    late = subprocess.run([*command, "--seconds", "1"], capture_output=True, text=True, check=False)
+    assert late.returncode == 1 and late.stdout.endswith("FAILED: tiny eager\n")
 
 
 def test_flops_are_those_of_the_products_made(step: Any) -> None:

@@ -162,7 +162,7 @@ def test_a_failing_run_does_not_stop_the_others_and_done_runs_are_not_repeated(n
     done = Path(records[0]["run_dir"]) / "notebook.ipynb"
     before = done.stat().st_mtime_ns
     table = runs.table(records)
-    assert [line.split()[2] for line in table.splitlines()[2:]] == ["completed", "failed"]
+    assert [line.split()[2] for line in table.splitlines()[3:5]] == ["completed", "failed"]
 
     again = runs.sweep(notebook, [{"seed": 0}, {"seed": 2}], base={"lr": 0.1}, out=tmp_path / "out", progress=False)
     assert [r["state"] for r in again] == ["completed", "completed"]
@@ -251,11 +251,27 @@ def test_a_metric_by_step(sweep_folder: Path) -> None:
         runs.history(sweep_folder, "accuracy")
 
 
+def _columns(heads: list[str]) -> list[tuple[str, str]]:
+    """The two lines of a table's head, column by column: they are divided by two blanks at the same place."""
+    width = max(map(len, heads))
+    above, below = (head.ljust(width) for head in heads)
+    gaps = [i for i in range(width - 1) if above[i : i + 2] == below[i : i + 2] == "  "]
+    starts = [0, *(i + 2 for i in gaps if above[i + 2].strip() or below[i + 2].strip())]
+    ends = [*starts[1:], width]
+    return [(above[a:b].strip(), below[a:b].strip()) for a, b in zip(starts, ends, strict=True)]
+
+
 def test_a_table_and_a_picture(sweep_folder: Path) -> None:
     lines = runs.table(sweep_folder).splitlines()
-    assert len(lines) == 5
-    assert lines[0].split()[:4] == ["run", "lr", "state", "step"]
-    assert "main: ValueError: no row" in lines[4]
+    assert lines[1].split()[:4] == ["run", "lr", "state", "step"]
+    assert [line.split()[0] for line in lines[3:6]] == ["run-0", "run-1", "run-2"]
+    assert "main: ValueError: no row" in lines[5]
+    assert len(lines) == 7 and lines[6].startswith("the same in all: ")
+    # every column of the frame that has a value is told exactly once, in the table or below it
+    told = [" ".join(head).replace(" ", "_").strip("_") for head in _columns(lines[:2])]
+    told += [part.split()[0] for part in lines[6].removeprefix("the same in all: ").split(", ")]
+    frame = runs.frame(sweep_folder)
+    assert sorted(told) == sorted(name for name in frame.columns if frame[name].null_count() < 3)
     assert runs.draw(sweep_folder, sweep_folder / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in runs.draw(sweep_folder, sweep_folder / "a.svg", "grad_norm", "compile_seconds").read_text()
 

@@ -243,12 +243,6 @@ def test_a_mask_token_outside_the_embedding_is_refused(wanted: int | str | None,
         choose_mask_token(Words("<s>", "</s>", "a", "b"), 4, wanted)
 
 
-def test_another_vocabulary_is_refused() -> None:
-    make_target().require_vocabulary(40, "checkpoint")
-    with pytest.raises(TargetError, match=r"runs/x: has a vocabulary of 41, target 'llama' has 40"):
-        make_target().require_vocabulary(41, "runs/x")
-
-
 def test_a_model_with_added_positions_is_refused() -> None:
     made = make_target()
 
@@ -344,7 +338,7 @@ import sys, time
 from dflash_lib import packaged
 
 def convert(source, done, progress):
-    making = done.parent / f".{done.name}-x"
+    making = done.parent / f".{done.name}.x.tmp"
     making.mkdir()
     (making / "model.safetensors").write_bytes(b"12345")
     print("converting", flush=True)

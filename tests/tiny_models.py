@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from dflash_lib.blocks import context_positions, draw_anchors, make_blocks, visible_dense
+from dflash_lib.config import RunConfig
 from dflash_lib.drafter import Drafter, DrafterConfig
 from dflash_lib.loss import drafter_loss
 from dflash_lib.target import Target
@@ -108,6 +109,12 @@ def make_drafter(target: Target, *, block_size: int = 6, seed: int = 0, **change
         "dtype": target.dtype,
     }
     return Drafter(DrafterConfig(**{**settings, **changes}), seed=seed)
+
+
+def make_drafter_of(loaded: Target) -> Drafter:
+    """An untrained drafter of one layer, as a run makes it of a real target."""
+    config = RunConfig.from_dict({"drafter_layers": 1, "block_size": 4, "precision": "float32"})
+    return Drafter(DrafterConfig.from_target(loaded, config))
 
 
 @torch.no_grad()

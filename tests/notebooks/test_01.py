@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
         "target": str(folder / "target"),
         "train_data": str(folder / "train.jsonl"),
         "heldout_data": str(folder / "heldout.jsonl"),
+        "runs_dir": str(folder),
         "devices": ["cpu", "cpu"],
         "steps": 3,
         "rows": 1,
@@ -97,19 +98,3 @@ def test_a_workers_error_ends_papermill_with_its_traceback(tmp_path, tiny):
     status = runs.read_status(tmp_path / "run")
     assert status["state"] == "failed"
     assert status["error"]["thread"].startswith("drafter-") and "learn_from" in status["error"]["traceback"]
-
-
-def test_the_notebook_as_committed():
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-    tagged = [cell for cell in notebook["cells"] if "parameters" in cell["metadata"].get("tags", [])]
-    assert len(tagged) == 1
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
-    assert notebook["cells"][0]["cell_type"] == "markdown"
-    assert "fx_patch.install()" in "".join(code[0]["source"])
-    from dflash_lib.config import RunConfig
-
-    namespace: dict = {}
-    exec("".join(tagged[0]["source"]), namespace)  # the committed values are a valid configuration
-    assert RunConfig.from_namespace(namespace, {"__builtins__"}).steps > 0

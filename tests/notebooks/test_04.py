@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import jsonschema
 import nbformat
 import pytest
+from tiny_models import make_drafter_of
+
+from dflash_lib import checkpoint, runs, target
+from dflash_lib.acceptance import Settings
+from dflash_lib.config import ConfigError
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
-from test_evaluate import make_drafter_of  # noqa: E402
-
-from dflash_lib import checkpoint, runs, target  # noqa: E402
-from dflash_lib.acceptance import Settings  # noqa: E402
-from dflash_lib.config import ConfigError  # noqa: E402
-
 NOTEBOOK = HERE.parent.parent / "notebooks" / "04_evaluate_acceptance.ipynb"
 
 
@@ -59,12 +55,3 @@ def test_a_wrong_parameter_is_named_in_one_line():
         Settings.from_namespace({"checkpoint": "runs", "max_new_token": 4}, set())
     with pytest.raises(ConfigError, match="count: "):
         Settings.from_namespace({"count": "many"}, set())
-
-
-def test_the_notebook_is_committed_clean():
-    notebook = nbformat.read(NOTEBOOK, 4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert notebook.metadata.kernelspec.name == "python3"
-    assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    assert sum("parameters" in cell.metadata.get("tags", []) for cell in code) == 1
-    assert notebook.cells[0].cell_type == "markdown" and "fx_patch.install()" in code[0].source
