@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,11 @@ def _token_bytes(identity: dict[str, Any]) -> int:
 
 
 def _shards(lengths: Sequence[int], token_bytes: int) -> Iterator[range]:
+    """Consecutive rows; about 16 shards or more, so that writers share the work evenly and progress is seen."""
+    most = min(SHARD_BYTES, sum(lengths) * token_bytes // 16)
     begin = size = 0
     for row, length in enumerate(lengths):
-        if size and size + length * token_bytes > SHARD_BYTES:
+        if size and size + length * token_bytes > most:
             yield range(begin, row)
             begin, size = row, 0
         size += length * token_bytes
@@ -221,7 +224,9 @@ def _make(
     queue = deque(todo)
     queue.rotate(-_first(len(queue)))
     targets = {place: target.to(place) for place in dict.fromkeys(places)}
-    with tqdm(total=sum(len(cache.shards[shard]) for shard in todo), desc="feature cache", unit="row") as bar:
+    finished: list[int] = []  # rows of each shard that is done
+    total = sum(len(cache.shards[shard]) for shard in todo)
+    with tqdm(total=total, desc="feature cache", unit="row", file=sys.stdout) as bar:
 
         def take() -> int | None:
             """The next shard; only taking tells whether one is left, for other threads take too."""
@@ -236,13 +241,16 @@ def _make(
                     if not cache.whole(shard, stream.rows):  # another process may have made it meanwhile
                         tensors = _of_rows(cache.shards[shard], targets[place], stream, cache.identity["last_hidden"])
                         write_tensors(tensors, cache.path(shard))
-                    with bar.get_lock():
-                        bar.update(len(cache.shards[shard]))
+                    finished.append(len(cache.shards[shard]))
 
         with ThreadPoolExecutor(len(places), thread_name_prefix="feature-cache") as pool:
+            running = {pool.submit(write, place) for place in places}
             try:
-                for writer in as_completed([pool.submit(write, place) for place in places]):
-                    writer.result()
+                while running:
+                    done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                    bar.update(sum(finished) - bar.n)
+                    for writer in done:
+                        writer.result()
             finally:
                 queue.clear()
 

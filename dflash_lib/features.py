@@ -111,8 +111,8 @@ class TargetWorker(Worker):
         """Copies to the drafter's device on this thread's stream; the event says when the copies are there.
 
         A copy makes the receiving device's current stream wait for it. In this thread that is a stream nobody works on:
-        on the drafter's own, its step would wait for features of a later one. Between CPU and GPU the copy is waited for:
-        no event orders it for the thread that reads it.
+        on the drafter's own, its step would wait for features of a later one. Between CPU and GPU the copy is waited
+        for: no event orders it for the thread that reads it.
         """
         on_gpus = self.device.type == device.type == "cuda"
         with self._beside(device):

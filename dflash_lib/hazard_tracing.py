@@ -117,7 +117,8 @@ class DeviceGuard(Hazard):
     def present(self) -> bool:
         from torch._subclasses import FakeTensorMode
 
-        if "_ensureCUDADeviceGuardSet" not in names_in(torchs_own(FakeTensorMode.__enter__)):
+        enter: Any = FakeTensorMode.__enter__
+        if "_ensureCUDADeviceGuardSet" not in names_in(torchs_own(enter)):
             return False
         return not torch.cuda.device_count() and _guard_belongs_to_a_thread()
 
@@ -129,8 +130,10 @@ class DeviceGuard(Hazard):
         asked, for_ever = threading.Event(), threading.Event()
 
         def ask_and_stay() -> None:
-            torch._C._ensureCUDADeviceGuardSet()
-            asked.set()
+            try:
+                torch._C._ensureCUDADeviceGuardSet()
+            finally:
+                asked.set()
             for_ever.wait()
 
         _thread.start_new_thread(ask_and_stay, ())  # not one of threading's: nobody is to count or join it

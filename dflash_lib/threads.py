@@ -125,7 +125,8 @@ class DrafterWorker(Worker):
     def make_replica(self) -> Replica:
         """Drafter, optimizer and entry points of this thread alone; first weights are a function of the seed."""
         ready = self.trainer.ready
-        drafter = Drafter(ready.drafter, seed=self.seed)
+        mask = self.ends.embed(torch.tensor(self.ends.mask_token_id, device=self.device))
+        drafter = Drafter(ready.drafter, seed=self.seed, mask_embedding=mask.float().cpu())
         if ready.warm is not None:
             drafter.load_state_dict(ready.warm, strict=False)
         name = self.lane if self.trainer.number == 1 else f"{self.lane}_run_{self.trainer.number}"

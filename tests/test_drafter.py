@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from dflash_lib import blocks, layer
+from dflash_lib import blocks, layer, packaged
 from dflash_lib.config import ConfigError, RunConfig
-from dflash_lib.drafter import Drafter, DrafterConfig
+from dflash_lib.drafter import Drafter, DrafterConfig, quiet_norm
+from dflash_lib.head import Head
+from dflash_lib.loss import drafter_loss
 from dflash_lib.rope import rope_at, rotary_frequencies, rotate, settings_of
 
 CONFIG = DrafterConfig(
@@ -247,6 +251,58 @@ def test_parameters_are_a_checkpoints_tensors(layers: int) -> None:
     assert set(model.state_dict()) == set(dict(model.named_parameters())) == names
     assert len(names) == 11 * layers + 3
     assert model.fc.weight.shape == (48, 3 * 40)
+
+
+def test_norms_start_small_where_the_mask_embedding_is_loud() -> None:
+    """By plain loops; what reads the context, or single heads, starts at one, and so does all without an embedding."""
+    embedding = random(CONFIG.hidden_size)
+    embedding[3] *= 30
+    model, plain = Drafter(CONFIG, mask_embedding=embedding), Drafter(CONFIG)
+    size = math.sqrt(sum(value * value for value in embedding.tolist()) / CONFIG.hidden_size)
+    start = [min(1.0, 0.5 * size / abs(value)) for value in embedding.tolist()]
+    scale = math.sqrt(sum(value * value for value in start) / CONFIG.hidden_size)
+    quiet = torch.tensor([value / scale for value in start])
+    of_states = {"norm.weight"}
+    for index in range(CONFIG.num_layers):
+        of_states |= {f"layers.{index}.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    for name, weight in model.named_parameters():
+        wanted = quiet.to(weight) if name in of_states else dict(plain.named_parameters())[name]
+        torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=0)
+    assert all(bool((weight == 1).all()) for name, weight in plain.named_parameters() if name in of_states)
+    assert torch.equal(quiet_norm(torch.zeros(5)), torch.ones(5)), "an embedding that says nothing"
+
+
+def test_the_first_loss_on_the_packaged_target() -> None:
+    """Its mask token's embedding is loud in a few channels, and the head is tied: 64 with all norms at one."""
+    with safe_open(packaged.folder() / "model.safetensors", framework="pt") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight").float()
+    words, mask = 12, 16
+    config = dataclasses.replace(
+        CONFIG,
+        hidden_size=576,
+        vocab_size=len(embedding),
+        mask_token_id=mask,
+        target_hidden_size=8,
+        dtype=torch.float32,
+    )
+    features = random(1, words, len(config.target_layer_ids) * 8).float()
+    inputs = torch.full((1, config.block_size), mask)
+    inputs[0, 0] = 500
+    labels = torch.arange(400, 400 + config.block_size)[None]
+    weights = torch.ones(1, config.block_size)
+    anchors, keep = torch.tensor([[words - 1]]), torch.tensor([[True]])
+    losses = []
+    for start in (None, embedding[mask]):
+        hidden = Drafter(config, mask_embedding=start)(
+            features,
+            embedding[inputs],
+            torch.arange(words)[None],
+            words - 1 + torch.arange(config.block_size)[None],
+            blocks.visible_dense(anchors, keep, words, config.block_size),
+        )
+        found = drafter_loss(hidden, Head(embedding), labels, weights, block_size=config.block_size)
+        losses.append(float(found.mean().detach()))
+    assert losses[0] > 50 and losses[1] < 0.4 * losses[0], losses
 
 
 def test_first_weights_come_from_the_seed_alone() -> None:

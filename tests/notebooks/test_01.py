@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
         "target": str(folder / "target"),
         "train_data": str(folder / "train.jsonl"),
         "heldout_data": str(folder / "heldout.jsonl"),
+        "runs_dir": str(folder),
         "devices": ["cpu", "cpu"],
         "steps": 3,
         "rows": 1,
