@@ -78,7 +78,8 @@ def plural(number: int, noun: str) -> str:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 def header(board: Board, title: str) -> str:
     """The run in one line: what it is, what it is doing, since when."""
-    words, tone = WORDS.get(board.state, (board.state, "quiet"))
+    paused = board.state == "running" and {lane.state for lane in board.drafters} == {"paused"}
+    words, tone = WORDS.get("paused" if paused else board.state, (board.state, "quiet"))
     error = f'<div class="bad">{text(board.error)}</div>' if board.error else ""
     attempt = f" · attempt {board.attempt}" if board.attempt > 1 else ""
     memory = f" · {board.host_gib:.1f} GiB of host memory" if board.host_gib is not None else ""

@@ -128,6 +128,15 @@ def test_a_request_during_a_compile_names_what_it_waits_for() -> None:
     assert b.lanes["drafter-1"].note == "pause asked for: waits for another lane's compile"
 
 
+def test_a_run_is_paused_when_every_lane_that_trains_is() -> None:
+    b = board(
+        event("run_started", "main"), event("state", "target-0", state="running"), step(1), step(1, thread="drafter-1")
+    )
+    for lane, said in (("drafter-0", "running"), ("drafter-1", "paused")):
+        b.apply(event("state", lane, state="paused"))
+        assert f">{said}</span>" in view.header(b, "run")
+
+
 def test_only_lanes_that_train_take_requests() -> None:
     b = board(event("state", "target-0", state="running"), step(1))
     b.request("pause")
