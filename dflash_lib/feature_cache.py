@@ -181,9 +181,11 @@ def _token_bytes(identity: dict[str, Any]) -> int:
 
 
 def _shards(lengths: Sequence[int], token_bytes: int) -> Iterator[range]:
+    """Consecutive rows; about 16 shards or more, so that writers share the work evenly and progress is seen."""
+    most = min(SHARD_BYTES, sum(lengths) * token_bytes // 16)
     begin = size = 0
     for row, length in enumerate(lengths):
-        if size and size + length * token_bytes > SHARD_BYTES:
+        if size and size + length * token_bytes > most:
             yield range(begin, row)
             begin, size = row, 0
         size += length * token_bytes
