@@ -64,6 +64,7 @@ def amount(value: float | None) -> str:
     """Three significant figures with a suffix: ``987``, ``12.3k``, ``4.56M``."""
     if value is None:
         return "–"
+    value = float(f"{value:.3g}")  # first, so that 999.6 is 1k
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{suffix}"

@@ -247,7 +247,7 @@ def test_text_from_outside_cannot_become_markup() -> None:
 
 def test_words_for_times_and_amounts() -> None:
     assert [view.duration(s) for s in (None, 0.25, 9.96, 61, 7509)] == ["–", "0.2 s", "10.0 s", "1:01", "2:05:09"]
-    assert [view.amount(v) for v in (None, 0, 987, 12345, 4.56e6)] == ["–", "0", "987", "12.3k", "4.56M"]
+    assert [view.amount(v) for v in (None, 0, 987, 999.6, 12345, 4.56e6)] == ["–", "0", "987", "1k", "12.3k", "4.56M"]
 
 
 @given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5))
