@@ -14,7 +14,7 @@ help:
 	@echo "make test        lint, types, layers, every test that matters"
 	@echo "make lab         JupyterLab on notebooks/"
 	@echo "make soak        the long counts (hours; resumable; writes benchmarks/results/soak.json)"
-	@echo "make gpu-check   everything that needs a GPU, in one command"
+	@echo "make gpu-check   what needs a GPU, in ten minutes (docs/gpu_check.md: all of it, in three calls)"
 	@echo "make hazards     the hazard matrix of the installed torch (TORCH=2.14.1: of that one)"
 
 # One stamp per virtual environment: installing again happens only when a list of dependencies changed.

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dflash_lib import events  # noqa: E402
-from dflash_lib.storage import write_json  # noqa: E402
+from dflash_lib.atomic import write_json  # noqa: E402
 
 
 class OutOfTime(Exception):
@@ -60,7 +60,7 @@ class Stages:
     def note(self, stage: str, found: dict[str, Any]) -> None:
         self.results["stages"][stage] = found
         self.results["seconds"] = round(time.monotonic() - self.began, 1)
-        write_json(self.results, self.options.out)
+        write_json(self.options.out, self.results)
         self.say(f"{stage}: {json.dumps(found)[:600]}")
 
     def command(self, *words: object, seconds: float, keep: bool = False) -> str:
@@ -185,7 +185,7 @@ class Stages:
             steps = int((self.left() * 0.66 - 45) / each) if not self.options.tiny else 8
             if steps < (1 if self.options.tiny else 1000):
                 return self.say(f"long: only {self.left():.0f} s are left; call it again with the same --work")
-            write_json(steps, file)
+            write_json(file, steps)
         steps = json.loads(file.read_text())
         every = max(1, steps // 4)
         found = self.train("long", steps, every, self.left() - 60)

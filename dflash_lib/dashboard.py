@@ -22,7 +22,7 @@ from .dashboard_state import ENDED, Board
 from .events import read
 from .launch import Tail
 from .memory import gpu_gib, host_gib
-from .run_folder import read_json, read_status, run_state
+from .run_folder import json_or_none, read_status, run_state
 
 INTERVAL = 0.5  # seconds between redraws, at least
 SHARE = 0.01  # of one core's time that redrawing may take: a dear redraw comes less often
@@ -45,7 +45,7 @@ class Dashboard:
     def __init__(self, trainer: Any, *, run_dir: str | os.PathLike[str] | None = None) -> None:
         self._trainer = trainer
         self._folder = None if run_dir is None else Path(run_dir)
-        config = read_json(self._folder / "config.json") if self._folder else trainer.config.model_dump(mode="json")
+        config = json_or_none(self._folder / "config.json") if self._folder else trainer.config.model_dump(mode="json")
         config = config if isinstance(config, dict) else {}
         self.board = Board(config, tuple(getattr(trainer, "lanes", None) or ()))
         self.panel = Panel(self._folder.name if self._folder else str(config.get("name", "run")), self._pressed)

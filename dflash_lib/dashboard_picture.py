@@ -50,6 +50,7 @@ def _draw_losses(axes: Any, board: Board) -> None:
             axes.plot(x, y, label=_plain(lane.name), lw=1.4, marker="." if len(x) < 3 else None, **style)
     scale(axes, [y for lane in board.lanes.values() for _, y in lane.losses.points()], "loss, nats a token")
     axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if axes.lines and len(axes.lines) <= 8:
         axes.legend(fontsize=8, frameon=False)

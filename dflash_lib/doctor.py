@@ -1,4 +1,7 @@
-"""What is here and what is missing: one line a finding, each with what to do about it."""
+"""What is here and what is missing: one line a finding, each with what to do about it.
+
+It must run where packages are missing, so at import it needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,9 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> Iterator[Finding]:
-    for package, hint in (("torch", "make install"), ("transformers", "make install"), ("safetensors", "make install")):
+    for package in ("torch", "transformers", "safetensors"):
         found = _version(package)
-        yield Finding(package, "ok" if found else "missing", found or f"not installed: {hint}")
+        yield Finding(package, "ok" if found else "missing", found or "not installed: make install")
 
 
 def no_cpp() -> str | None:

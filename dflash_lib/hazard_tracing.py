@@ -130,8 +130,10 @@ class DeviceGuard(Hazard):
         asked, for_ever = threading.Event(), threading.Event()
 
         def ask_and_stay() -> None:
-            torch._C._ensureCUDADeviceGuardSet()
-            asked.set()
+            try:
+                torch._C._ensureCUDADeviceGuardSet()
+            finally:
+                asked.set()
             for_ever.wait()
 
         _thread.start_new_thread(ask_and_stay, ())  # not one of threading's: nobody is to count or join it

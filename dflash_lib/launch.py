@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import write_json
-from .run_folder import RUN_DIR_VARIABLE, read_json, read_status, run_state, write_status
+from .run_folder import RUN_DIR_VARIABLE, json_or_none, read_status, run_state, write_status
 
 
 class NotebookFailed(RuntimeError):
@@ -158,7 +158,7 @@ class RunProgress:
         for event in self._tail.poll():
             if event.get("kind") == "step" and isinstance(event.get("step"), int):
                 if self._bar.total is None:
-                    self._bar.total = (read_json(self.run_dir / "config.json") or {}).get("steps")
+                    self._bar.total = (json_or_none(self.run_dir / "config.json") or {}).get("steps")
                 if isinstance(event.get("loss"), int | float):
                     self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
                 self._bar.update(max(0, event["step"] - self._bar.n))
@@ -197,7 +197,7 @@ class Tail:
 
 def main(run_dir: Path) -> int:
     """A sweep's child: runs what ``launch.json`` in the run folder says. Returns the exit code."""
-    plan: dict[str, Any] = read_json(run_dir / "launch.json") or {}
+    plan: dict[str, Any] = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))
     write_json(run_dir / "launch.json", {**plan, "pid": os.getpid()})
     try:
         execute(plan["notebook"], plan["parameters"], run_dir)

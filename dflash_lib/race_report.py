@@ -279,6 +279,8 @@ def draw(results: Sequence[Result], path: str | Path) -> Path:
             ax.spines[["top", "right"]].set_visible(False)
     for row, limit in enumerate((100, 100, 130, None)):
         axes[row][0].set_xlim(0, limit)
+        if limit:  # shares end at 100; what is right of it is room for words
+            axes[row][0].set_xticks(range(0, 101, 20))
     for column, workload in enumerate(workloads):
         imitated = any(result.imitated for result in results if result.workload == workload)
         axes[0][column].set_title(workload.replace("_", " ") + ("\n(CPU twin)" if imitated else ""), fontsize=10)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .atomic import replace_file
 from .config import ConfigError
 from .events import read
-from .run_folder import read_json, read_status, run_state
+from .run_folder import json_or_none, read_status, run_state
 from .timeline_style import scale
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def folders(runs: Runs) -> list[Path]:
         folder = Path(runs)
         if _is_run(folder):
             return [folder]
-        plan = read_json(folder / "sweep.json")
+        plan = json_or_none(folder / "sweep.json")
         if isinstance(plan, dict):
             return [folder / run["run"] for run in plan["runs"]]
         found = sorted(f for f in folder.glob("*/") if _is_run(f))
@@ -82,7 +82,7 @@ def summary(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "step": last,
         "loss": _mean(e.get("loss") for e in steps if e["step"] > last - LAST),
     }
-    acceptance = read_json(folder / "acceptance.json") or {}
+    acceptance = json_or_none(folder / "acceptance.json") or {}
     for part in acceptance.get("sets", ()):
         row[f"tau_{part['name']}"], row[f"speedup_{part['name']}"] = part.get("tau_mean"), part.get("speedup")
     row |= {
@@ -119,10 +119,10 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
 def _settings(folder: Path) -> dict[str, Any]:
     """A run's configuration; for a notebook without one (or a run that never began), its parameters."""
     for name in ("config.json", "parameters.json"):
-        value = read_json(folder / name)
+        value = json_or_none(folder / name)
         if isinstance(value, dict):
             return {n: v for n, v in value.items() if n not in ("run_dir", "resume", "runs_dir")}
-    return (read_json(folder / "launch.json") or {}).get("parameters", {})
+    return (json_or_none(folder / "launch.json") or {}).get("parameters", {})
 
 
 def frame(runs: Runs) -> polars.DataFrame:
@@ -214,6 +214,7 @@ def draw(runs: Runs, out: str | os.PathLike[str], metric: str = "loss", final: s
     for (name,), curve in curves.group_by("run", maintain_order=True):
         left.plot(curve["step"], curve[metric], color=colours[name], ls=dashes[name], lw=1.3, label=labels[name])
     left.set_xlabel("optimizer step")
+    left.xaxis.get_major_locator().set_params(integer=True)
     scale(left, curves[metric].drop_nulls(), _axis(metric))
     left.grid(alpha=0.3)
     if len(numbers) <= 12:

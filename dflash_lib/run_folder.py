@@ -29,7 +29,7 @@ _VARIABLES = ("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "CUDA_", "N
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 
 
-def read_json(path: str | os.PathLike[str]) -> Any | None:
+def json_or_none(path: str | os.PathLike[str]) -> Any | None:
     """What the file holds, or None where it is missing or no JSON (a run that has only begun)."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def error_record(error: BaseException, thread: str) -> dict[str, str]:
 
 def read_status(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """What ``status.json`` says, letter by letter, or None before a run has begun."""
-    status = read_json(Path(run_dir) / "status.json")
+    status = json_or_none(Path(run_dir) / "status.json")
     return status if isinstance(status, dict) else None
 
 
@@ -207,9 +207,11 @@ def gpus() -> list[dict[str, Any]]:
     """Names and memory from the driver itself: torch is not needed, and no CUDA context is made."""
     try:
         import pynvml
-
+    except ImportError:
+        return []
+    try:
         pynvml.nvmlInit()
-    except Exception:  # no driver, no library: no GPUs
+    except pynvml.NVMLError:  # no driver: no GPUs
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

@@ -6,8 +6,8 @@ from .atomic import write_json, write_text
 from .launch import NotebookFailed, Tail, execute
 from .report import draw, folders, frame, history, rows, summary, table
 from .run_folder import (
+    json_or_none,
     new_run_dir,
-    read_json,
     read_status,
     run_state,
     runs_root,
@@ -24,8 +24,8 @@ __all__ = [
     "folders",
     "frame",
     "history",
+    "json_or_none",
     "new_run_dir",
-    "read_json",
     "read_status",
     "rows",
     "run_state",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from .config import ConfigError
 from .events import read
-from .run_folder import read_json
+from .run_folder import json_or_none
 
 _STEP = ("loss", "grad_norm", "lr", "seconds")
 _ACCEPTANCE = ("tau_mean", "tau_pooled", "speedup")
@@ -144,7 +144,7 @@ def export(run_dir: str | os.PathLike[str], sink: Sink) -> int:
     Times on the viewer's clock are the run's: its start is that of ``status.json``, else now.
     """
     folder = Path(run_dir)
-    started = (read_json(folder / "status.json") or {}).get("started")
+    started = (json_or_none(folder / "status.json") or {}).get("started")
     begun = _seconds(started) if isinstance(started, str) else time.time()
     numbers, written = Numbers(), 0
     for event in read(folder / "events.jsonl"):

@@ -41,7 +41,7 @@ def _losses(log: list[dict[str, Any]]) -> str:
 
 
 def _acceptance(folder: Path) -> str:
-    found = runs.read_json(folder / "acceptance.json")
+    found = runs.json_or_none(folder / "acceptance.json")
     if not isinstance(found, dict):
         return f"acceptance: not measured yet (python -m dflash_lib evaluate {folder})"
     step = f" of step {found['step']}" if found.get("step") is not None else ""
@@ -64,7 +64,7 @@ def draw_losses(run_dir: str | os.PathLike[str]) -> None:
     folder = Path(run_dir)
     if (folder / "loss.png").exists():
         return
-    config = runs.read_json(folder / "config.json")
+    config = runs.json_or_none(folder / "config.json")
     board = Board(config if isinstance(config, dict) else {})
     for event in events.read(folder / "events.jsonl"):
         board.apply(event)

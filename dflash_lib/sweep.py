@@ -20,7 +20,7 @@ from . import sweep_plan
 from .atomic import write_json
 from .config import ConfigError
 from .launch import RunProgress
-from .run_folder import gpus, lives, read_json, read_status, run_state, runs_root, write_status
+from .run_folder import gpus, json_or_none, lives, read_status, run_state, runs_root, write_status
 from .sweep_plan import Grid
 
 
@@ -104,7 +104,7 @@ class Planned:
         if self.process is not None and self.process.poll() is None:
             return "running"
         state = run_state(self.run_dir)
-        launcher = read_json(self.run_dir / "launch.json") or {}
+        launcher = json_or_none(self.run_dir / "launch.json") or {}
         if state not in ("completed", "running") and lives(launcher.get("pid", 0), self.run_dir / "launch.json"):
             return "running"  # an earlier sweep's child that has not written its status yet
         return "failed" if state == "died" else state
@@ -114,7 +114,7 @@ class Planned:
         """Whether a checkpoint is there that is not that of the last step (from which nothing is left to train)."""
         found = (self.run_dir / "checkpoints").glob("step-*")
         steps = [int(folder.name.removeprefix("step-")) for folder in found if folder.name[5:].isdigit()]
-        return bool(steps) and max(steps) < (read_json(self.run_dir / "config.json") or {}).get("steps", math.inf)
+        return bool(steps) and max(steps) < (json_or_none(self.run_dir / "config.json") or {}).get("steps", math.inf)
 
     def record(self) -> dict[str, Any]:
         status = read_status(self.run_dir) or {}

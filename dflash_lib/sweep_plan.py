@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from .config import ConfigError, RunConfig
-from .run_folder import read_json, runs_root
+from .run_folder import json_or_none, runs_root
 
 Grid = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
 KEYS = ("notebook", "grid", "runs", "base", "out", "parallel", "gpus_per_run", "timeout")
@@ -114,7 +114,7 @@ def check(notebook: Path, points: list[dict[str, Any]], base: Mapping[str, Any])
     Raises:
         ConfigError: a line for each parameter that the notebook lacks, and each value that RunConfig would not take.
     """
-    book = read_json(notebook)
+    book = json_or_none(notebook)
     if not isinstance(book, dict) or "cells" not in book:
         raise ConfigError(f"notebook: {notebook} is no notebook that can be read")
     code = ["".join(cell.get("source", "")) for cell in book["cells"] if cell.get("cell_type") == "code"]

@@ -41,6 +41,8 @@ def test_it_filters_zooms_and_shows_the_whole_reason(offline_page: Any, tmp_path
     run = timeline.from_events(log.events, "drafter-20261129-101500")
     page = opened(offline_page, run, tmp_path)
     assert "56 of 56" in page.inner_text("#count")
+    assert all(page.locator(f"#{name}").is_visible() for name in ("curve", "lanes", "cache", "ruler"))
+    assert page.inner_text("#offenders").count("drafter.py:120") == 1  # the last two parts of the path, not cut
     page.fill("#search", "hidden")
     sizes = [i for i, c in enumerate(run.compiles) if c.kind == "size"]
     assert f"{len(sizes)} of 56" in page.inner_text("#count")
@@ -94,5 +96,10 @@ def test_64_threads_and_100000_events_stay_usable(offline_page: Any, tmp_path: P
     page.wait_for_function("window.timeline.matches() < 50000")
     click(page, 5)
     assert "drafter-0" in page.inner_text("#detail")
+    page.locator("#lanes").hover(position={"x": 600, "y": 300})
+    page.mouse.down()
+    page.mouse.move(700, 100, steps=4)  # dragging up shows the threads below
+    page.mouse.up()
+    assert page.evaluate("document.getElementById('scroll').scrollTop") > 100
     picture(page, "timeline-page-huge")
     assert not page.problems
