@@ -13,7 +13,7 @@ help:
 	@echo "make demo        train a drafter on the packaged target, decode with it, draw the recompile timeline"
 	@echo "make test        lint, types, layers, every test that matters"
 	@echo "make lab         JupyterLab on notebooks/"
-	@echo "make soak        the long counts (hours; resumable; writes benchmarks/results/soak.json)"
+	@echo "make soak        the long counts (hours; results in benchmarks/results/soak_*.json)"
 	@echo "make gpu-check   what needs a GPU, in ten minutes (docs/gpu_check.md: all of it, in three calls)"
 	@echo "make hazards     the hazard matrix of the installed torch (TORCH=2.14.1: of that one)"
 

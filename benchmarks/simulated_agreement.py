@@ -4,7 +4,7 @@
 
 Of a run all checkpoints. Prompts are decoded greedily with the drafter; the drafter then walks (a) the very texts that
 came out, where simulated and real must agree up to cycles cut by the length limit and float32 ties, and (b), with the
-packaged held-out prompts, the answers that are written there. A line of JSON a checkpoint, then tau side by side.
+packaged held-out prompts, the answers that are written there. A line of JSON a checkpoint; of several, a table too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         target = ready.target
         found.append(compare(ready, options.tokens, heldout=options.prompts == "heldout"))
         print(json.dumps(found[-1]), flush=True)
-    print(table(found))
+    if len(found) > 1:
+        print(table(found))
     return found
 
 

@@ -64,6 +64,7 @@ def amount(value: float | None) -> str:
     """Three significant figures with a suffix: ``987``, ``12.3k``, ``4.56M``."""
     if value is None:
         return "–"
+    value = float(f"{value:.3g}")  # first, so that 999.6 is 1k
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{suffix}"
@@ -78,7 +79,8 @@ def plural(number: int, noun: str) -> str:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 def header(board: Board, title: str) -> str:
     """The run in one line: what it is, what it is doing, since when."""
-    words, tone = WORDS.get(board.state, (board.state, "quiet"))
+    paused = board.state == "running" and {lane.state for lane in board.drafters} == {"paused"}
+    words, tone = WORDS.get("paused" if paused else board.state, (board.state, "quiet"))
     error = f'<div class="bad">{text(board.error)}</div>' if board.error else ""
     attempt = f" · attempt {board.attempt}" if board.attempt > 1 else ""
     memory = f" · {board.host_gib:.1f} GiB of host memory" if board.host_gib is not None else ""

@@ -10,6 +10,7 @@ import inspect
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,6 +93,43 @@ class GraphBreakMode(PerThreadHazard):
         from torch._dynamo import utils
 
         return hasattr(utils, "_set_error_on_graph_break") and super().present()
+
+
+class CudagraphOverride(PerThreadHazard):
+    name = "cudagraph-override"
+    description = "override_cudagraphs(...) in one thread decides for every other thread's compile, and sticks (2.14)"
+    where = "torch._dynamo.utils._cudagraph_override"
+
+    def __init__(self) -> None:
+        super().__init__(PerThreadGlobals("torch._dynamo.utils", {"_cudagraph_override": None}, heal=True))
+
+    def present(self) -> bool:
+        from torch._dynamo import utils
+
+        return hasattr(utils, "_set_cudagraph_override") and super().present()
+
+
+class DispatchModes(PerThreadHazard):
+    name = "dispatch-modes"
+    description = (
+        "while one thread is inside a dispatch mode, code that another thread compiles for the first time is skipped "
+        "and runs eagerly for good, without a word (2.9, 2.10)"
+    )
+    where = "torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals and its like"
+
+    def __init__(self) -> None:
+        names = ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
+        flags = dict.fromkeys((*names, "_is_in_any_mode_without_ignore_compile_internals"), False)
+        super().__init__(PerThreadGlobals("torch.utils._python_dispatch", flags, heal=True))
+
+    def present(self) -> bool:
+        from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+        # From 2.11 on Dynamo looks at the calling thread's own stack of modes.
+        callback: Any = CatchErrorsWrapper.__call__
+        if "any_torch_dispatch_mode_on_stack" in names_in(torchs_own(callback)):
+            return False
+        return super().present()
 
 
 class BackwardDeadlock(Hazard):

@@ -13,7 +13,15 @@ import torch
 
 from dflash_lib import provocations
 from dflash_lib.hazard import Hazard, Outcome
-from dflash_lib.hazard_compiling import BackwardContext, BackwardDeadlock, CompilingFlags, GraphBreakMode, HiddenStates
+from dflash_lib.hazard_compiling import (
+    BackwardContext,
+    BackwardDeadlock,
+    CompilingFlags,
+    CudagraphOverride,
+    DispatchModes,
+    GraphBreakMode,
+    HiddenStates,
+)
 from dflash_lib.hazard_settings import AutomaticDynamic, DynamicSettings, InheritedSettings, RecompileLimit
 from dflash_lib.hazard_state import CudagraphTrees, Defaults, Generators, MetricsContext
 from dflash_lib.hazard_tracing import (
@@ -46,6 +54,8 @@ ALL: list[Hazard] = [
     TraceContext(),
     SkippedGraphModules(),
     GraphBreakMode(),
+    CudagraphOverride(),
+    DispatchModes(),
     DeviceGuard(),
 ]
 

@@ -315,6 +315,22 @@ def graph_break_mode(seconds: float) -> Result:
     return faults.result("compiles raised because another thread forbids graph breaks")
 
 
+@shows("cudagraph-override")
+def cudagraph_override(seconds: float) -> Result:
+    from torch._dynamo import decorators, utils
+
+    current = getattr(utils, "_get_cudagraph_override", lambda: None)  # what a compile starts with
+
+    def override(pause: Callable[[], None]) -> None:
+        with getattr(decorators, "override_cudagraphs", contextlib.nullcontext)(False):
+            pause()
+
+    faults = Faults(seconds)
+    with Held(override):
+        faults.look(None if current() is None else "compiles here would take another thread's choice")
+    return faults.result("looks at the override saw another thread's")
+
+
 @shows("compiling-flags")
 def compiling_flags(seconds: float) -> Result:
     faults = Faults(seconds)

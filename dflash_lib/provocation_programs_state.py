@@ -111,6 +111,32 @@ def automatic_dynamic(seconds: float) -> Result:
     return faults.result("first compiles of a thread were not static")
 
 
+@shows("dispatch-modes")
+def dispatch_modes(seconds: float) -> Result:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class PassesOn(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def in_mode(pause: Callable[[], None]) -> None:
+        with PassesOn():
+            pause()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph
+
+    compiles: list[Any] = []
+    compiled = torch.compile(fresh(_times), backend=backend)
+    with Held(in_mode):
+        compiled(torch.ones(3))
+    compiled(torch.ones(3))
+    faults = Faults(seconds)
+    faults.look(None if compiles else "skipped, then and afterwards")
+    return faults.result("functions were never compiled because another thread was in a dispatch mode")
+
+
 @shows("generators")
 def generators(seconds: float) -> Result:
     from functorch.compile import make_boxed_func

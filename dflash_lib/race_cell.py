@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dflash_lib import race_strategies, race_workloads
+from dflash_lib.hazard_tracing import DeviceGuard
 from dflash_lib.race_workloads import Context, Workload
 
 # The messages that the laboratory is about, under names short enough for a table.
@@ -57,6 +58,7 @@ def features() -> dict[str, bool]:
         "is_compiling_held_while_compiling": hasattr(torch.compiler, "_compile_session_context"),
         "settings_stay_in_their_thread": settings["thread"] == before,
         "backward_can_be_compiled_early": hasattr(functorch_config, "force_non_lazy_backward_lowering"),
+        "device_guard_dies_with_its_thread": DeviceGuard().present(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,6 +127,11 @@ def _causes(result: Result) -> list[str]:
         found.append(
             "One thread holds torch's compile_lock and waits for the GPU's autograd thread; that thread is inside "
             "another thread's backward, which compiles lazily and waits for compile_lock."
+        )
+    if result.exit_code == -signal.SIGSEGV and result.features.get("device_guard_dies_with_its_thread"):
+        found.append(
+            "Where no GPU is to be seen, the first thread that compiled owns the process's CUDA device guard (torch "
+            "2.10 and 2.11); it ended, and the next compile read freed memory (hazard device-guard)."
         )
     if "FX tracing flag" in kinds:
         found.append(

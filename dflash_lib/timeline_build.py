@@ -124,13 +124,13 @@ def _compile(event: log.Event, lane_index: int, lane: Lane) -> Compile:
 
 
 def base_frame(frame: str, thread: str) -> str:
-    """A frame's name without the lane's suffix that fx_patch.own_entry_point gives it."""
-    return frame.removesuffix(_suffix(thread))
+    """A frame's name without the suffix of fx_patch.own_entry_point: the lane's, and a kernel's later run's number."""
+    return _suffix(thread).sub("", frame)
 
 
 @functools.cache
-def _suffix(thread: str) -> str:
-    return "_" + re.sub(r"\W", "_", thread)
+def _suffix(thread: str) -> re.Pattern[str]:
+    return re.compile("_" + re.sub(r"\W", "_", thread) + r"(_run_\d+)?\Z")
 
 
 def _step_of(lane: Lane, t: float) -> int | None:

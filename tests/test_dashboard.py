@@ -128,6 +128,15 @@ def test_a_request_during_a_compile_names_what_it_waits_for() -> None:
     assert b.lanes["drafter-1"].note == "pause asked for: waits for another lane's compile"
 
 
+def test_a_run_is_paused_when_every_lane_that_trains_is() -> None:
+    b = board(
+        event("run_started", "main"), event("state", "target-0", state="running"), step(1), step(1, thread="drafter-1")
+    )
+    for lane, said in (("drafter-0", "running"), ("drafter-1", "paused")):
+        b.apply(event("state", lane, state="paused"))
+        assert f">{said}</span>" in view.header(b, "run")
+
+
 def test_only_lanes_that_train_take_requests() -> None:
     b = board(event("state", "target-0", state="running"), step(1))
     b.request("pause")
@@ -161,9 +170,10 @@ def test_a_frame_is_named_without_its_lanes_suffix() -> None:
     b = board(
         event("state", state="compiling", detail="attention_drafter_0 (backward)"),
         event("compile", seconds=1.0, frame="attention_drafter_0"),
+        event("compile", seconds=1.0, frame="attention_drafter_0_run_2"),  # of a second trainer in this kernel
     )
     assert b.lanes["drafter-0"].words == "compiling: attention (backward)"
-    assert b.compiles[0].frame == "attention"
+    assert [c.frame for c in b.compiles] == ["attention", "attention"]
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=12))
@@ -238,7 +248,7 @@ def test_text_from_outside_cannot_become_markup() -> None:
 
 def test_words_for_times_and_amounts() -> None:
     assert [view.duration(s) for s in (None, 0.25, 9.96, 61, 7509)] == ["–", "0.2 s", "10.0 s", "1:01", "2:05:09"]
-    assert [view.amount(v) for v in (None, 0, 987, 12345, 4.56e6)] == ["–", "0", "987", "12.3k", "4.56M"]
+    assert [view.amount(v) for v in (None, 0, 987, 999.6, 12345, 4.56e6)] == ["–", "0", "987", "1k", "12.3k", "4.56M"]
 
 
 @given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5))
@@ -280,7 +290,7 @@ def test_a_loss_that_starts_high_leaves_room_for_the_rest() -> None:
     assert png(b, "high")[:4] == b"\x89PNG"
 
 
-def test_a_big_run_is_still_drawn_quickly() -> None:
+def test_the_page_of_a_big_run_stays_small() -> None:
     b = Board({"steps": 400})
     for n in range(1, 401):
         for i in range(64):
@@ -297,10 +307,7 @@ def test_a_big_run_is_still_drawn_quickly() -> None:
                         reason="r" * 90,
                     )
                 )
-    begun = time.thread_time()
-    page = view.page(b, "big")
-    assert time.thread_time() - begun < 2.0
-    assert len(page) < 2_000_000
+    assert len(view.page(b, "big")) < 2_000_000
 
 
 # --- live -----------------------------------------------------------------------------------------------------------
@@ -375,7 +382,7 @@ def test_buttons_are_acknowledged_at_once_and_reach_the_trainer(make: Callable[.
     for what, effect in (("pause", ">paused<"), ("checkpoint", None), ("resume", ">running<")):
         buttons[what].click()
         assert until(lambda what=what, effect=effect: lanes().count(f"{what} asked for") == 2
-                     or (effect and lanes().count(effect) == 2)) < 0.4  # fmt: skip
+                     or (effect and lanes().count(effect) == 2)) < 2  # fmt: skip
         until(lambda effect=effect: effect is None or lanes().count(effect) == 2)
     buttons["stop"].click()
     trainer.join()

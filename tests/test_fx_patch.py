@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash_lib import fx_patch, hazards
 from dflash_lib.per_thread import PerThreadGlobals
-from dflash_lib.provocation_programs import Held
+from dflash_lib.provocation_programs import Held, fresh
 
 TOUCHED = (
     "random",
@@ -38,6 +38,7 @@ TOUCHED = (
     "torch.fx.traceback",
     "torch.nn.modules.module",
     "torch.utils._config_module",
+    "torch.utils._python_dispatch",
 )
 
 
@@ -228,16 +229,25 @@ def test_is_compiling_folds_inside_compiled_code_and_is_false_outside() -> None:
         assert branch(torch.zeros(1)).item() == -1
 
 
-def test_code_that_dynamo_inlines_from_patched_modules_still_compiles_whole() -> None:
+def test_code_that_dynamo_inlines_from_patched_modules_compiles_as_it_does_without() -> None:
     import torch.fx.traceback as traceback
 
-    def uses_them(x: torch.Tensor) -> torch.Tensor:
-        if traceback.has_preserved_node_meta() or symbolic_trace.is_fx_tracing():
-            return x - 1
-        return x + 1
+    def asks_the_tracer(x: torch.Tensor) -> torch.Tensor:
+        return x - 1 if symbolic_trace.is_fx_tracing() else x + 1
 
+    def asks_the_notes(x: torch.Tensor) -> torch.Tensor:
+        return x - 1 if traceback.has_preserved_node_meta() else x + 1
+
+    def whole(function: Callable[[torch.Tensor], torch.Tensor]) -> float | type[Exception]:
+        try:
+            return torch.compile(fresh(function), backend="eager", fullgraph=True)(torch.zeros(1)).item()
+        except torch._dynamo.exc.Unsupported as refused:  # torch 2.9 does not look into torch.fx.traceback at all
+            return type(refused)
+
+    without = [whole(asks_the_tracer), whole(asks_the_notes)]
     with fx_patch.isolated():
-        assert torch.compile(uses_them, backend="eager", fullgraph=True)(torch.zeros(1)).item() == 1
+        assert [whole(asks_the_tracer), whole(asks_the_notes)] == without
+    assert without[0] == 1
 
 
 def test_export_and_make_fx_see_their_own_flags() -> None:
@@ -355,15 +365,17 @@ def test_backward_passes_by_another_threads_replacement_of_it() -> None:
 # --- settings, generators -------------------------------------------------------------------------------------------
 def test_settings_reach_threads_and_own_changes_stay_there() -> None:
     settings = torch._dynamo.config
+    own = hazards.by_name("inherited-settings").present()  # up to 2.11 what a thread sets is set for all
 
     def read_and_change(number: int) -> int:
         read = settings.recompile_limit
-        settings.recompile_limit = 100 + number
+        if own:
+            settings.recompile_limit = 100 + number
         return read
 
     with fx_patch.isolated(), settings.patch(recompile_limit=77):
         assert in_threads(3, read_and_change) == [77, 77, 77]
-        assert settings.recompile_limit == 77 or not hazards.by_name("inherited-settings").present()
+        assert settings.recompile_limit == 77
     seen: list[int] = []
     with settings.patch(recompile_limit=78):
         thread = fx_patch.run_in_thread(lambda: seen.append(settings.recompile_limit), name="lane-3")

@@ -168,6 +168,14 @@ def test_an_explanation_names_only_causes_that_were_seen() -> None:
     assert "91% of 100 reads" in text and "3 of 3 lanes" in text and "2e-06" in text and "masks it" in text
 
 
+def test_a_death_is_explained_where_its_cause_is_known() -> None:
+    known = {**GLOBAL, "device_guard_dies_with_its_thread": True}
+    dead = {"workload": "compile_storm", "outcome": "crash", "exit_code": -11}
+    assert "CUDA device guard" in race_lab.explain(made_up(**dead, features=known))
+    assert "CUDA device guard" not in race_lab.explain(made_up(**dead, features=GLOBAL))
+    assert "CUDA device guard" not in race_lab.explain(made_up(**{**dead, "exit_code": -6}, features=known))
+
+
 def test_a_survivor_is_explained_by_the_release_that_ran() -> None:
     per_thread = {**GLOBAL, "tracing_flag_is_global": False}
     assert "2.14 on the tracing flag is thread-local" in race_lab.explain(made_up(features=per_thread))

@@ -100,6 +100,17 @@ def test_a_planned_compile_is_no_waste_and_a_wait_is_only_behind_an_avoidable_on
     assert "3 avoidable" not in subtitle(run) and "1 avoidable, 8.00 s wasted" in subtitle(run)
 
 
+def test_what_went_on_at_once_is_waited_for_once() -> None:
+    """Clocks of another writer: avoidable compiles inside each other; the wait for them is their union."""
+    log = EventLog(None)
+    for thread, start, seconds in (("a", 0.0, 10.0), ("b", 1.0, 1.0), ("c", 3.0, 1.0)):
+        fields = compile_fields(start=start, seconds=seconds, cls="recompile", reason="k == 2")
+        log.emit("compile", thread=thread, t=start + seconds, **fields)
+    log.emit("compile", thread="d", t=13.0, **compile_fields(start=12.0, seconds=1.0, wait_seconds=12.0))
+    log.emit("compile", thread="e", t=7.0, **compile_fields(start=6.0, seconds=1.0, wait_seconds=1.5))
+    assert [lane.wasted for lane in timeline.from_events(log.events).lanes[3:]] == pytest.approx([10.0, 1.5])
+
+
 def test_offenders_are_grouped_over_lanes_with_fitting_advice(run_dir: Path) -> None:
     worst, *rest = timeline.load(run_dir).offenders()
     assert (worst.frame, worst.kind, worst.count) == ("attend", "size", 18)  # the lanes' own names are one function
@@ -174,10 +185,19 @@ def test_lanes_never_overlap_and_parts_add_up(found: list[dict[str, Any]]) -> No
         assert math.isfinite(c.start) and math.isfinite(c.seconds)
     wasted = sum(o.wasted for o in run.offenders())
     waits = sum(c.behind for c in run.compiles if not c.avoidable)
-    assert all(0 <= c.behind <= c.start - c.begin + 1e-9 for c in run.compiles)
+    for c in run.compiles:
+        assert c.behind == pytest.approx(0.0 if c.avoidable else covered(c.begin, c.start, run.compiles), abs=1e-6)
     assert wasted + waits == pytest.approx(sum(lane.wasted for lane in run.lanes))
     no_overlap(json.loads(timeline_trace(run))["traceEvents"])
     timeline.summary(run)
+
+
+def covered(begin: float, end: float, compiles: list[timeline.Compile]) -> float:
+    """Seconds from begin to end in which at least one avoidable compile went on, piece by piece."""
+    spans = [(c.start, c.end) for c in compiles if c.avoidable]
+    borders = sorted({begin, end, *(t for span in spans for t in span if begin < t < end)})
+    middles = [(a + b) / 2 for a, b in pairwise(borders)]
+    return sum(b - a for (a, b), m in zip(pairwise(borders), middles, strict=True) if any(s < m < e for s, e in spans))
 
 
 def no_overlap(trace: list[dict[str, Any]]) -> None:

@@ -89,9 +89,6 @@ def test_64_threads_and_100000_events_stay_usable(offline_page: Any, tmp_path: P
     run = timeline.from_events(huge(), "huge")
     page = opened(offline_page, run, tmp_path)
     assert "50,000 of 50,000" in page.inner_text("#count")
-    paint = "(() => { const t = performance.now(); paint(); return performance.now() - t; })()"
-    page.evaluate(paint)
-    assert page.evaluate(paint) < 1500  # milliseconds, drawn by a CPU that others may be using too
     page.fill("#search", "mismatch")
     page.wait_for_function("window.timeline.matches() < 50000")
     click(page, 5)
