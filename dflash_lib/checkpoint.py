@@ -162,17 +162,23 @@ def load_training(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = resolve(path)
     document = read_json(folder / TRAINING_STATE)
+    version, step, state = (document.get(key) for key in ("v", "step", "state"))
+    if version not in (1, 2) or not isinstance(step, int) or not isinstance(state, dict):
+        what = (
+            f"is of format {version!r}, which is not known here" if version not in (1, 2) else "has no step and state"
+        )
+        raise CheckpointError(f"{folder / TRAINING_STATE}: {what}")
     found: dict[str, dict[str, Tensor]] = {}
     # Format 1 had all its tensors in one file.
-    for file in (TRAINING_TENSORS,) if document.get("v") == 1 else (TRAINING_TENSORS, MODEL):
+    for file in (TRAINING_TENSORS,) if version == 1 else (TRAINING_TENSORS, MODEL):
         found[file], metadata = read_tensors(folder / file, with_metadata=True)
         if metadata.get("save") != document.get("save"):
             raise CheckpointError(f"{folder}: {TRAINING_STATE} and {file} come from different saves")
     try:
-        state = _unpack(document["state"], found[TRAINING_TENSORS], found.get(MODEL, {}))
+        state = _unpack(state, found[TRAINING_TENSORS], found.get(MODEL, {}))
     except KeyError as error:
         raise CheckpointError(f"{folder / TRAINING_STATE}: names {error} which {' and '.join(found)} lack") from None
-    return {"step": document["step"], **state}
+    return {"step": step, **state}
 
 
 def _write_training(

@@ -190,7 +190,9 @@ class RunConfig(Parameters):
     name: str = Field("drafter", pattern=r"^[A-Za-z0-9._-]+$", description="first part of the run folder's name")
     runs_dir: str = Field("runs", description="folder that holds run folders")
     run_dir: OptionalText = Field(None, description="exactly this run folder instead of a dated one")
-    seed: Int = Field(0, ge=0, description="decides the order of rows, the anchors and the drafter's first weights")
+    seed: Int = Field(
+        0, ge=0, lt=2**62, description="decides the order of rows, the anchors and the drafter's first weights"
+    )
     resume: OptionalText = Field(None, description="run folder or checkpoint to go on from")
     warm_start: OptionalText = Field(None, description="checkpoint whose weights the drafter starts from")
 

@@ -26,7 +26,7 @@ from .atomic import write_json
 from .config import ConfigError, RunConfig
 from .data import Row, RowBatch, RowStream
 from .run_folder import runs_root
-from .storage import CheckpointError, UnwritableError, read_json, sound_header, write_tensors
+from .storage import CheckpointError, read_json, sound_header, write_tensors
 from .target import Features, Target
 from .worker import on_device
 
@@ -150,8 +150,8 @@ def prepare(
     if todo:
         try:
             _make(cache, todo, stream, target, places)
-        except UnwritableError as error:
-            raise ConfigError(f"feature_cache: {error}; what is there is kept: mend that or name another folder") from None
+        except OSError as error:
+            raise ConfigError(f"feature_cache: {folder} cannot be written ({error.strerror or error})") from None
     return cache
 
 

@@ -25,10 +25,6 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used: one line that names the file and what is wrong with it."""
 
 
-class UnwritableError(CheckpointError, OSError):
-    """A file of tensors that cannot be written: the disk is full, or not to be written to."""
-
-
 def read_tensors(path: Path, *, with_metadata: bool = False) -> Any:
     """Tensors of a safetensors file (and its metadata, if asked), after the file was found sound.
 
@@ -94,12 +90,12 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     """Writes a safetensors file, whole or not at all.
 
     Raises:
-        UnwritableError: it cannot be written, an OSError too (safetensors has an error of its own for a full disk).
+        OSError: it cannot be written (safetensors has an error of its own for a full disk).
     """
     try:
         replace_file(path, lambda temporary: save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})}))
-    except (OSError, SafetensorError) as error:
-        raise UnwritableError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -169,6 +169,17 @@ def test_a_training_state_of_format_1_is_read(drafter, tmp_path):
     assert torch.equal(checkpoint.load_training(folder)["a"], torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    "change", [{"v": 3}, {"v": None}, {"step": "1"}, {"step": None}, {"state": [1]}, {"state": None}]
+)
+def test_a_training_state_of_another_form_is_refused(drafter, tmp_path, change):
+    folder = checkpoint.save(drafter, tmp_path / "c", step=1, extra_state={"a": 1})
+    file = folder / "training.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"training\.json: (is of format .*|has no step and state)"):
+        checkpoint.load_training(folder)
+
+
 def test_what_cannot_be_saved_is_named(drafter, tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.a\.b: a function"):
         checkpoint.save(drafter, tmp_path / "c", step=1, extra_state={"a": {"b": lambda: 0}})

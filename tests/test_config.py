@@ -47,6 +47,7 @@ def test_safe_values_are_coerced(given: object, field: str, expected: object) ->
         ("lr", math.nan),
         ("lr", "nan"),
         ("steps", 0),
+        ("seed", 2**64),  # torch takes 63 bits
         ("steps", True),
         ("steps", "007"),
         ("steps", 1.5),

@@ -145,11 +145,14 @@ def test_foreign_lines_are_read_as_far_as_they_go(tmp_path: Path) -> None:
         + b'{"v": 1, "kind": "step", "t": 1, "step": 1, "loss": NaN}\r\n\r\n'
         + b'{"v": 9, "kind": "from_the_future", "t": 2.0, "glow": [1]}\n'
         + b'{"kind": "step", "t": "late"}\n[1, 2]\nnonsense\n\xff\xfe\n{"kind": 3, "t": 1}\n'
+        + b'{"kind": "step", "t": 1'
+        + b"0" * 400
+        + b"}\n"  # an integer that no float holds
         + b'{"kind": "state", "t": 2.5, "detail": "half a pair: \\ud800"}\n'
         + b'{"kind": "step", "t": 3.0, "thread": 7, "step": "two", "attempt": null}'
     )
     scan = events.scan(path)
-    assert [e["kind"] for e in scan.events] == ["step", "from_the_future", "state", "step"] and scan.unreadable == 5
+    assert [e["kind"] for e in scan.events] == ["step", "from_the_future", "state", "step"] and scan.unreadable == 6
     assert scan.events[1]["glow"] == [1]
     assert scan.events[3]["thread"] == "main" and scan.events[3]["step"] is None and scan.events[3]["attempt"] == 1
 
