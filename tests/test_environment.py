@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -40,7 +42,7 @@ def test_environment_yml_repeats_pyproject() -> None:
     assert [entry.split(">=")[0] for entry in conda] == ["python", "pip"]
 
 
-def test_constraints_satisfy_pyproject() -> None:
+def pinned() -> dict[str, str]:
     pins = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -48,6 +50,11 @@ def test_constraints_satisfy_pyproject() -> None:
             (specifier,) = requirement.specifier
             assert specifier.operator == "==", line
             pins[requirement.name.lower().replace("_", "-")] = specifier.version
+    return pins
+
+
+def test_constraints_satisfy_pyproject() -> None:
+    pins = pinned()
     assert pins["torch"] == "2.13.0"
     assert pins["triton"] == "3.7.1"  # what torch 2.13.0's CUDA build asks for
     everything = PROJECT["dependencies"] + [
@@ -57,6 +64,19 @@ def test_constraints_satisfy_pyproject() -> None:
         name = requirement.name.lower().replace("_", "-")
         assert name in pins, f"{name} is not pinned"
         assert requirement.specifier.contains(pins[name]), f"{name} {pins[name]} is outside {requirement.specifier}"
+
+
+def test_pins_admit_every_python_that_the_readme_names() -> None:
+    """Debian 12 has 3.11.2. With one pin that refuses it, pip tries every release of everything, for a quarter hour."""
+    pins, refused, seen = pinned(), [], 0
+    for installed in metadata.distributions():
+        if pins.get(installed.name.lower().replace("_", "-")) == installed.version.partition("+")[0]:
+            seen += 1
+            allowed = SpecifierSet(installed.metadata.get("Requires-Python") or "")
+            refused += [
+                f"{installed.name} on {python}" for python in ("3.11.2", "3.12.0", "3.13.0") if python not in allowed
+            ]
+    assert not refused and seen > 100
 
 
 @pytest.mark.parametrize("module", ["dflash_lib", "dflash_lib.events", "dflash_lib.timeline", "dflash_lib.runs"])
