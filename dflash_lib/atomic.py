@@ -1,18 +1,23 @@
 """Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, then renamed.
 
 A leaf: no torch, nothing else of the package. A kill or a power cut leaves the old one or the new one, and at most a
-hidden ``.NAME.XXXXXXXX.tmp`` beside it.
+hidden ``.NAME.XXXXXXXX.tmp`` beside it, which :func:`remove_leftovers` takes away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+_LEFT_OVER = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
@@ -70,6 +75,20 @@ def replace_folder(path: str | os.PathLike[str], write: Callable[[Path], Any]) -
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def remove_leftovers(folder: str | os.PathLike[str], *, older: float = 0.0) -> None:
+    """Removes what killed writers left in ``folder``: temporary names that nobody touched for ``older`` seconds.
+
+    An ``.old`` stays while what it was the old one of is missing: a kill between two renames, and it is all there is.
+    """
+    for path in Path(folder).iterdir():
+        name = _LEFT_OVER.fullmatch(path.name)
+        if name is None or (name["kind"] == "old" and not path.with_name(name["of"]).exists()):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another process tidies up as well
+            if time.time() - path.stat().st_mtime >= older:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _beside(path: Path, kind: str) -> Path:

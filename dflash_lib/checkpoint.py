@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dflash_lib.atomic import replace_folder, write_json
+from dflash_lib.atomic import remove_leftovers, replace_folder, write_json
 from dflash_lib.exchange import OURS, dtype_name, export, import_, zlab_config
 from dflash_lib.storage import CheckpointError, read_json, read_tensors, write_tensors
 
@@ -275,8 +275,10 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def prune(run_dir: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Removes all but the newest ``keep`` checkpoints; returns what it removed."""
+    """Removes all but the newest ``keep`` checkpoints, and what a killed save left; returns the checkpoints removed."""
     old = all_steps(run_dir)[: -max(keep, 1)]
     for folder in old:
         shutil.rmtree(folder)
+    if (root := Path(run_dir) / "checkpoints").is_dir():
+        remove_leftovers(root)
     return old

@@ -19,6 +19,7 @@ from typing import Any
 from .dashboard_panel import Panel
 from .dashboard_picture import png, save
 from .dashboard_state import ENDED, Board
+from .errors import UserError
 from .events import read
 from .launch import Tail
 from .memory import gpu_gib, host_gib
@@ -73,11 +74,11 @@ class Dashboard:
         a run of another process is watched only.
 
         Raises:
-            FileNotFoundError: no run has begun there.
+            UserError: no run has begun there.
         """
         folder = Path(run_dir).expanduser().absolute()
         if not (folder / "events.jsonl").exists() and not (folder / "status.json").exists():
-            raise FileNotFoundError(f"{folder}: holds no run (no events.jsonl); name a folder of runs/")
+            raise UserError(f"{folder}: holds no run (no events.jsonl); name a folder of runs/")
         trainer = _live.get(str(folder.resolve())) if run_state(folder) == "running" else None
         dashboard = cls(trainer, run_dir=folder)
         if trainer is None and run_state(folder) != "running":

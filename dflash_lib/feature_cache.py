@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from .atomic import write_json
+from .atomic import remove_leftovers, write_json
 from .config import ConfigError, RunConfig
 from .data import Row, RowBatch, RowStream
 from .run_folder import runs_root
@@ -232,6 +232,7 @@ def _make(
     cache: FeatureCache, todo: Sequence[int], stream: RowStream, target: Target, places: list[torch.device]
 ) -> None:
     """One writer thread a place takes shard after shard; an error or an interrupt ends all after their shard."""
+    remove_leftovers(cache.folder, older=3600.0)  # of writers that were killed: nobody takes an hour for a shard
     queue = deque(todo)
     queue.rotate(-_first(len(queue)))
     targets = {place: target.to(place) for place in dict.fromkeys(places)}

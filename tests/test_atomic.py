@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,18 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     mode = (tmp_path / "plain").stat().st_mode
     assert atomic.replace_file(tmp_path / "f", write).stat().st_mode == mode
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left = [".f.0123abcd.tmp", ".kept.0123abcd.old"]  # a file, and a folder whose new one is there
+    stays = [".gone.0123abcd.old", ".f.tmp", "f.0123abcd.tmp", "kept"]  # the first is all there is of its folder
+    for name in (*left, *stays):
+        (tmp_path / name).mkdir()
+    (tmp_path / left[0]).rmdir()
+    (tmp_path / left[0]).touch()
+    atomic.remove_leftovers(tmp_path, older=60.0)
+    assert names(tmp_path) == sorted(left + stays)  # somebody may be writing them
+    for name in left:
+        os.utime(tmp_path / name, (1.0, 1.0))
+    atomic.remove_leftovers(tmp_path, older=60.0)
+    assert names(tmp_path) == sorted(stays)

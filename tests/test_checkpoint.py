@@ -191,12 +191,13 @@ def test_latest_passes_over_what_is_not_whole_and_prune_keeps_the_newest(drafter
     for step in (5, 100, 20):
         checkpoint.save(drafter, tmp_path / "checkpoints" / f"step-{step:06d}", step=step)
     (tmp_path / "checkpoints" / "step-000200").mkdir()
-    (tmp_path / "checkpoints" / ".step-000300.ab.tmp").mkdir()
+    (tmp_path / "checkpoints" / ".step-000300.0123abcd.tmp").mkdir()
     assert checkpoint.latest(tmp_path).name == "step-000100"
     assert checkpoint.resolve(tmp_path).name == "step-000100"
     assert checkpoint.resolve(tmp_path / "checkpoints" / "step-000005" / "model.safetensors").name == "step-000005"
     removed = checkpoint.prune(tmp_path, keep=2)
     assert [path.name for path in removed] == ["step-000005"]
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
     assert [path.name for path in checkpoint.all_steps(tmp_path)] == ["step-000020", "step-000100"]
     assert checkpoint.latest(tmp_path / "nowhere") is None
 

@@ -29,6 +29,7 @@ from dflash_lib.config import RunConfig
 from dflash_lib.dashboard import Dashboard
 from dflash_lib.dashboard_picture import png
 from dflash_lib.dashboard_state import Board, Compile, Series
+from dflash_lib.errors import UserError
 from dflash_lib.events import EventLog
 from dflash_lib.run_folder import write_status
 
@@ -542,5 +543,5 @@ def test_attach_in_the_trainers_own_kernel_gives_the_buttons_back(make: Callable
 
 
 def test_attach_to_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(UserError, match="holds no run"):
         Dashboard.attach(tmp_path)
