@@ -270,11 +270,14 @@ class Board:
     def _on_compile(self, event: Mapping[str, Any], t: float) -> None:
         lane = self._lane(event)
         start, seconds = _number(event.get("start")), _number(event.get("seconds")) or 0.0
+        planned = event.get("cls") == "recompile" and event.get(
+            "planned"
+        )  # as the timeline counts: announced, no fault
         done = Compile(
             thread=str(event.get("thread")),
             start=t - seconds if start is None else start,
             seconds=seconds,
-            cls=str(event.get("cls") or "first"),
+            cls="planned" if planned else str(event.get("cls") or "first"),
             frame=base_frame(str(event.get("frame") or "?"), str(event.get("thread"))),
             reason=_reason(event),
             wait=_number(event.get("wait_seconds")) or 0.0,

@@ -152,6 +152,7 @@ class RunProgress:
             leave=position is None,
             dynamic_ncols=True,
             mininterval=0.5 if self.live else 10,
+            postfix="preparing: target, rows, features, first compiles",
         )
 
     def show(self) -> None:
@@ -159,9 +160,12 @@ class RunProgress:
             if event.get("kind") == "step" and isinstance(event.get("step"), int):
                 if self._bar.total is None:
                     self._bar.total = (json_or_none(self.run_dir / "config.json") or {}).get("steps")
+                    self._bar.unpause()  # time left is reckoned from the steps, not from what came before them
                 if isinstance(event.get("loss"), int | float):
                     self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
                 self._bar.update(max(0, event["step"] - self._bar.n))
+                if self._bar.n == self._bar.total:
+                    self._bar.set_postfix_str("all steps done; decoding and pictures follow")
         if self.live:
             self._bar.refresh()
 

@@ -60,10 +60,11 @@ def _acceptance(folder: Path) -> str:
 
 
 def draw_losses(run_dir: str | os.PathLike[str]) -> None:
-    """Writes ``loss.png`` and ``dashboard.html`` from the log, unless a dashboard has left them."""
+    """Writes ``loss.png`` and ``dashboard.html`` from the log, unless a dashboard has left them for all of it."""
     folder = Path(run_dir)
-    if (folder / "loss.png").exists():
-        return
+    picture, log = folder / "loss.png", folder / "events.jsonl"
+    if picture.exists() and log.exists() and picture.stat().st_mtime >= log.stat().st_mtime:
+        return  # an older one is of the run before it was resumed
     config = runs.json_or_none(folder / "config.json")
     board = Board(config if isinstance(config, dict) else {})
     for event in events.read(folder / "events.jsonl"):

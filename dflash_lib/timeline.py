@@ -12,6 +12,7 @@ Nothing here imports torch; matplotlib is imported by the pictures alone.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -175,6 +176,9 @@ def summary(source: Source) -> str:
     if not classes:
         return f"{timeline.name}: no compile in {len(timeline.events)} events"
     lines = [f"{timeline.name}: {len(timeline.compiles)} compiles in {len(timeline.lanes)} threads", ""]
+    rung = (event for event in timeline.events if event["kind"] == "alarm")
+    alarms = Counter(str(event.get("message") or event.get("alarm")) for event in rung)
+    lines[1:1] = [f"ALARM: {message}{f' ({count} x)' * (count > 1)}" for message, count in alarms.most_common(5)]
     lines.append(f"{'class':<16}{'count':>7}{'seconds':>10}{'waited':>10}")
     for cls, (count, seconds, wait) in classes.items():
         lines.append(f"{cls:<16}{count:>7}{seconds:>10.2f}{wait:>10.2f}")

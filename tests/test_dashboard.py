@@ -23,7 +23,7 @@ from little_notebooks import ROOT
 
 from dflash_lib import dashboard as live
 from dflash_lib import dashboard_view as view
-from dflash_lib import runs
+from dflash_lib import runs, summary
 from dflash_lib.atomic import write_text
 from dflash_lib.config import RunConfig
 from dflash_lib.dashboard import Dashboard
@@ -87,6 +87,30 @@ def test_a_lane_shows_what_its_events_say() -> None:
     assert (lane.compiles, lane.recompiles, lane.compile_seconds, lane.wait_seconds) == (3, 1, 5.1, 0.5)
     assert lane.last_reason == "size of q (128 → 256)"
     assert (b.step, b.now, len(b.compiles)) == (2, 10.0, 3)
+
+
+def test_a_planned_compile_is_no_recompile_here_either() -> None:
+    fields = {"t": 9.0, "start": 7.0, "seconds": 2.0, "frame": "attention", "reason": "size of q"}
+    b = board(
+        event("compile", cls="recompile", planned="length 256", **fields), event("compile", cls="recompile", **fields)
+    )
+    assert [c.cls for c in b.compiles] == ["planned", "recompile"]
+    assert (b.lanes["drafter-0"].compiles, b.lanes["drafter-0"].recompiles) == (2, 1)
+    assert ">planned<" in view.page(b, "run")
+
+
+def test_a_resumed_runs_picture_is_drawn_again(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit("step", thread="drafter-0", step=1, loss=3.0, seconds=0.1)
+    summary.draw_losses(tmp_path)
+    first = (tmp_path / "loss.png").read_bytes()
+    os.utime(tmp_path / "loss.png", (2.0**40, 2.0**40))
+    (tmp_path / "loss.png").write_bytes(b"kept")
+    summary.draw_losses(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes() == b"kept"  # it is of all of the log
+    os.utime(tmp_path / "loss.png", (1.0, 1.0))
+    summary.draw_losses(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes()[:4] == first[:4] == b"\x89PNG"
 
 
 def test_the_run_is_as_far_as_its_slowest_lane_and_the_time_left_follows_the_pace() -> None:

@@ -18,7 +18,7 @@ import nbformat
 import pytest
 from little_notebooks import ROOT
 
-from dflash_lib import runs
+from dflash_lib import launch, runs
 from dflash_lib.config import ConfigError, RunConfig
 from dflash_lib.run_folder import RUN_DIR_VARIABLE
 
@@ -247,3 +247,13 @@ def test_ctrl_c_reaches_the_cell_first(tmp_path: Path, wait: str) -> None:
     assert runs.run_state(tmp_path / "run") == "stopped"
     assert child.returncode != 0
     assert b"KeyboardInterrupt" in errors
+
+
+def test_the_terminals_bar_names_what_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"steps": 2}')
+    with launch.progress_bar(tmp_path, "demo"):
+        for number in (1, 2):
+            with (tmp_path / "events.jsonl").open("a") as log:
+                log.write(json.dumps({"v": 1, "kind": "step", "step": number, "loss": 1.5}) + "\n")
+    shown = capsys.readouterr().err
+    assert "preparing: " in shown and shown.rstrip().endswith("all steps done; decoding and pictures follow]")

@@ -97,6 +97,12 @@ def test_a_planned_compile_is_no_waste_and_a_wait_is_only_behind_an_avoidable_on
     assert [lane.wasted for lane in run.lanes] == [pytest.approx(3.0), pytest.approx(5.0)]
     assert [(o.count, o.lanes) for o in timeline.fail_after_step(run, 0)] == [(1, ("b",))]
     assert run.by_class()["planned"] == (2, 3.0, 4.0) and "planned" in timeline.summary(run)
+    assert "ALARM" not in timeline.summary(run)
+    for _ in range(2):
+        log.emit("alarm", thread="a", alarm="limit_near", message="f has 8 of 8 cache entries")
+    assert (
+        timeline.summary(timeline.from_events(log.events)).splitlines()[1] == "ALARM: f has 8 of 8 cache entries (2 x)"
+    )
     assert "3 avoidable" not in subtitle(run) and "1 avoidable, 8.00 s wasted" in subtitle(run)
 
 
