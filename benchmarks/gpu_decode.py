@@ -168,8 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=240, help="for everything; stacks are dumped then")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_decode.json"))
     options = parser.parse_args(arguments)
-    started = time.perf_counter()
     faulthandler.dump_traceback_later(options.seconds, exit=True, file=sys.__stderr__)
+    try:
+        return run(options)
+    finally:  # a process that only called this goes on
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Stage after stage, a line and a result in the file after each; returns what the file holds."""
+    started = time.perf_counter()
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -224,7 +232,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 speed("speed of ten", given[:10], graphs)
         if passed() + 1.3 * each * len(given) < options.seconds:
             lossless("all, one at a time", given, 1)
-    faulthandler.cancel_dump_traceback_later()
     held = all(one["lossless"] for one in result["lossless_float32"])
     print(json.dumps({"lossless": held, "seconds": round(passed(), 1)}), flush=True)
     return result
