@@ -9,10 +9,6 @@ import torch
 
 from dflash_lib import target as targets
 
-# A shell that starts us in the background makes us, and every process that we start, deaf to Ctrl-C, and Python leaves
-# that so. Tests press Ctrl-C: Python's usual answer is put back.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where there is no GPU, tests that need one are skipped and say so: each has a CPU twin."""
@@ -20,6 +16,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> None:
+    """A shell that starts us in the background makes us, and every process that we start, deaf to Ctrl-C; so do some
+    event loops that other tests leave. Tests press Ctrl-C: Python's usual answer is put back before each."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from dflash_lib.compile_metrics import COMPILE_KEYS
 from dflash_lib.compile_monitor import CompileMonitor, Recording, in_flight, record_compiles
 from dflash_lib.events import EventLog
 
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 SCHEMA = jsonschema.Draft202012Validator(
     json.loads((Path(__file__).parent / "schemas" / "event.schema.json").read_text())
 )
@@ -265,7 +269,16 @@ def test_typical_sins_are_named_with_advice_that_fits(
     assert (offender.where and "test_compile_monitor.py" in offender.where) or kind == "item"
 
 
-def test_a_planned_length_is_planned_once_in_a_thread(log: EventLog) -> None:
+def test_a_planned_length_is_planned_once_in_a_thread() -> None:
+    """In a process of its own: it depends on every compile being this test's."""
+    code = "import test_compile_monitor; test_compile_monitor.plan_lengths()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=HERE, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def plan_lengths() -> None:
     f = function("(x * 2).sum()", "aot_eager")
 
     def work() -> None:
@@ -276,12 +289,14 @@ def test_a_planned_length_is_planned_once_in_a_thread(log: EventLog) -> None:
             f(torch.ones(5, requires_grad=True).double())  # nobody planned another dtype
         f(torch.ones(6))
 
-    in_threads(work)
+    log = EventLog(None)
+    with CompileMonitor(log):
+        in_threads(work)
     found = [(e["cls"], e["planned"]) for e in of(log)]
     assert found == [
         ("first", "length 4"), ("backward", "length 4"), ("recompile", "length 5"), ("backward", "length 5"),
         ("recompile", None), ("recompile", None),
-    ]  # fmt: skip
+    ], found  # fmt: skip
     assert events.current_plan() is None
     assert sum(o.count for o in timeline.from_events(log.events).offenders()) == 2
 

@@ -27,6 +27,11 @@ def step() -> Any:
     return module
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()  # each variant compiles the same functions: together they would reach the recompile limit
+
+
 @pytest.mark.parametrize("variant", ["default", "attention", "trainer"])
 def test_a_step_is_measured_and_learns(step: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "WARM_UP", 2)
