@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,10 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> None:
+def _signals_and_watchdogs_are_as_usual() -> Iterator[None]:
     """A shell that starts us in the background makes us, and every process that we start, deaf to Ctrl-C; so do some
-    event loops that other tests leave. Tests press Ctrl-C: Python's usual answer is put back before each."""
+    event loops that other tests leave. Tests press Ctrl-C: Python's usual answer is put back before each. And a
+    watchdog that a benchmark set would end the whole run minutes later."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
